@@ -99,7 +99,7 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             f"{FORWARD}::test_an_index_that_a_stage_returned_is_not_written_into_while_its_gradient_reads_it",
         ),
         "a value that is returned is a parameter's": (
-            "functorch.unpacked(y)[0]) in given else y",
+            "functorch.unpacked(y)[0]) in storages else y",
             "functorch.unpacked(y)[0]) in () else y",
             f"{FORWARD}::test_results_of_pairs_are_no_memory_of_parameters",
         ),
@@ -148,8 +148,8 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "tests/test_together.py::test_gradients_and_their_tangents",
         ),
         "hooks do not see a gradient that only they read": (
-            "        if moved is not None and ctx.hooks is not None and not ctx.hooks:",
-            "        if moved is not None and ctx.hooks is not None:",
+            "        if weight_tangent is not None and ctx.hooks is not None and not ctx.hooks:",
+            "        if weight_tangent is not None and ctx.hooks is not None:",
             "tests/curvature/test_operators.py::test_gradients_that_nobody_reads_are_in_no_product[a hook-False]",
         ),
     },
@@ -172,14 +172,14 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             f"{CURVATURE}::test_densities_are_those_of_the_dense_matrix",
         ),
         "the space of a sketch is not left out": (
-            'v = outside(A, space.drawn("signs", seed, kept + number), found)',
-            'v = space.drawn("signs", seed, kept + number)',
+            ('v = outside(A, space.random_vector("signs", seed, sketch_size + index), basis)'),
+            'v = space.random_vector("signs", seed, sketch_size + index)',
             f"{CURVATURE}::test_a_trace_by_hand",
         ),
     },
     "curvature/operators.py": {
         "products draw other random numbers": (
-            "            began.restore()\n",
+            "            random_state.restore()\n",
             "",
             f"{CURVATURE}::test_each_product_draws_the_same_random_numbers",
         ),
@@ -197,7 +197,7 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
         ),
         "what several stages add to a gradient is squared apart": (
             "            super().keep(key, numel, rows, uses)\n",
-            "            self.take(key, numel, rows, uses)\n",
+            "            self.add_gradients(key, numel, rows, uses)\n",
             f"{INFLUENCE}::test_a_matrix_that_several_stages_use_several_times",
         ),
     },
@@ -232,7 +232,7 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "curvature/unrolling.py": {
         "a step that is made again draws other random numbers": (
-            "self.random.setdefault(number, RandomNumbers(_tensors(now))).restore()",
+            "self.random.setdefault(index, RandomNumbers(_tensors(current))).restore()",
             "pass",
             "tests/curvature/test_unrolling.py::test_steps_that_are_made_again_draw_the_same_numbers",
         )
@@ -244,8 +244,8 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "tests/transforms/test_jacobian.py::test_derivatives_of_tangents[layer]",
         ),
         "functions of TorchScript lose tangents in a product with a Hessian": (
-            "Watched(), seen, written_in_python():",
-            "Watched(), seen:",
+            "Watched(), applications, written_in_python():",
+            "Watched(), applications:",
             f"{FORWARD}::test_functions_of_torchscript_have_the_derivatives_of_what_was_scripted",
         ),
         "a gradient outside is lost in jvp": (
@@ -283,7 +283,7 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "tiers/streaming.py": {
         "a step leaves state on disk as it was": (
-            "if coming is not None and kept:",
+            "if coming is not None and is_kept:",
             "if False:",
             "tests/optim/test_state_offload.py::test_steps_are_the_same_wherever_things_are_kept[adamw]",
         )
@@ -297,7 +297,7 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "optim/state_offload.py": {
         "a state that has left its tier passes": (
-            "if node.layout.trainable and placing.plain(node.values) and not _there(node, tier):",
+            "if node.layout.trainable and placing.plain(node.values) and not _on_tier(node, tier):",
             "if False:",
             "tests/optim/test_state_offload.py::test_a_state_that_has_left_its_tier_is_refused",
         )
@@ -314,7 +314,7 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             f"{TRAPS}::test_a_second_run_of_other_operations_is_an_error",
         ),
         "a second run in other kernels": (
-            "        allow(yes)",
+            "        allow(enabled)",
             "        pass",
             f"{TRAPS}::test_a_second_run_uses_the_kernels_of_the_first",
         ),
@@ -331,8 +331,8 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             f"{TRAPS}::test_a_hook_on_a_result_that_no_loss_uses",
         ),
         "a backward pass in a transform makes buffers of its own kind": (
-            "with entered([here, functorch.outside_transforms()])",
-            "with entered([here])",
+            "            entered([backward_context, functorch.outside_transforms()])\n",
+            "            entered([backward_context])\n",
             f"{TRAPS}::test_a_backward_pass_inside_of_a_transform",
         ),
         "a second run only where a graph asks for it": (
@@ -373,20 +373,20 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             TWO,
         ),
         "no sum over replicas": (
-            "            return all_reduce(flat, along)",
+            "            return all_reduce(flat, comm)",
             "            return None",
             f"{GRADIENTS}[hybrid_shard-4]",
         ),
         "no wait for the sum over replicas": (
-            "            arrived(handle, op, along.reductions.group_name, self.reduction.purpose)",
-            "            op[:3] == 'all' or arrived(handle, op, along.reductions.group_name, stage)",
+            "            arrived(handle, op, comm.reductions.group_name, self.reduction.purpose)",
+            "            op[:3] == 'all' or arrived(handle, op, comm.reductions.group_name, stage)",
             FOUR,
         ),
         "gradients are not cut further": (
-            "            self.under_way = _hop(self.reduction, along, out, self.into, lambda n, dtype: ",
-            "            if scatters:\n                self.out = out.chunk(along.axis.size)[along.axis.index].clone()"
+            "            self.under_way = _hop(self.reduction, comm, out, self.into, lambda n, dtype: ",
+            "            if scatters:\n                self.out = out.chunk(comm.axis.size)[comm.axis.index].clone()"
             "\n                return self.begin()\n"
-            "            self.under_way = _hop(self.reduction, along, out, self.into, lambda n, dtype: ",
+            "            self.under_way = _hop(self.reduction, comm, out, self.into, lambda n, dtype: ",
             f"{GRADIENTS}[hfsdp-4]",
         ),
         "marks are not looked at": (
@@ -396,7 +396,7 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
         ),
         "marks stay in gradients": ("    end.zero_()\n", "", ZEROS),
         "gaps keep old numbers": ("        torch._foreach_zero_(gaps)\n", "", ZEROS),
-        "holes keep old numbers": ("            out[at : at + length].zero_()", "            pass", ZEROS),
+        "holes keep old numbers": ("            out[offset : offset + length].zero_()", "            pass", ZEROS),
         "the last gradient is the sum": (
             "return out if total is None else total.add_(out)",
             "return out",
@@ -531,13 +531,17 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             f"{REFUSALS}::test_stages_that_are_new_are_compared_before_anything_moves",
         ),
         "threads run stages at once": (
-            "if inside and inside[-1] != here and not autograd.autograd_thread():",
+            "if inside and inside[-1] != this_thread and not autograd.autograd_thread():",
             "if False:",
             "tests/mesh/test_scope.py::test_threads_that_ranks_cannot_tell_apart_do_not_run_stages_at_once",
         ),
     },
     "collectives/into_buffers.py": {
-        "a hop is left out": ("for start, how in steps[1:]:", "for start, how in steps[2:]:", f"{GRADIENTS}[mics-4]"),
+        "a hop is left out": (
+            "for start, transport_name in steps[1:]:",
+            "for start, transport_name in steps[2:]:",
+            f"{GRADIENTS}[mics-4]",
+        ),
         "narrow sums do not arrive": (
             "return CombinedWorks([work], lambda: out.copy_(narrow))",
             "return CombinedWorks([work])",
@@ -556,12 +560,12 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "tests/stages/test_lifetimes.py::test_a_gather_that_nobody_waits_for_takes_nothing_from_the_next",
         ),
         "messages do not count calls": (
-            "(_digest(what) + number * 0x1E3779B1)",
-            "_digest(what)",
+            "(_digest(kind) + number * 0x1E3779B1)",
+            "_digest(kind)",
             f"{COLLECTIVES}::test_ranks_that_do_different_things_wait_and_get_no_wrong_values",
         ),
         "messages do not say what they are": (
-            "(_digest(what) + number * 0x1E3779B1)",
+            "(_digest(kind) + number * 0x1E3779B1)",
             "(number * 0x1E3779B1)",
             f"{COLLECTIVES}::test_ranks_that_do_different_things_wait_and_get_no_wrong_values",
         ),
@@ -571,8 +575,8 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             BITS,
         ),
         "each rank sums in its own order": (
-            "    if p.size == 2:\n        return combined(gather(p, x, *what[:2]).unbind(), op)",
-            "    if True:\n        return combined(gather(p, x, *what[:2]).roll(-p.index, 0).unbind(), op)",
+            "    if p.size == 2:\n        return combined(gather(p, x, *kind[:2]).unbind(), op)",
+            "    if True:\n        return combined(gather(p, x, *kind[:2]).roll(-p.index, 0).unbind(), op)",
             BITS,
         ),
     },
@@ -622,7 +626,7 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "mesh/liveness.py": {
         "a process that was killed is not noticed": (
-            '    return state in "ZX" or now != began',
+            '    return state in "ZX" or start_time != began',
             "    return False",
             "tests/mesh/test_liveness.py::test_a_process_of_this_host_is_known_to_have_ended",
         )
@@ -710,7 +714,7 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "parallel/pipeline.py": {
         "pipelines of other lengths": (
-            "        if other != mine:\n",
+            "        if other != value:\n",
             "        if False:\n",
             f"{PIPELINES}::test_what_fails_on_one_rank_is_an_error_on_all",
         ),
@@ -765,13 +769,13 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "optim/kfac.py": {
         "K-FAC's factors keep their bias": (
-            '1 - now["b2"] ** state["estimates"]',
+            '1 - hparams["b2"] ** state["estimates"]',
             "1.0",
             "tests/optim/test_kfac.py::test_steps_are_the_papers",
         ),
         "a matrix has another owner where some have no gradient": (
-            "on_owner([leaves.each[i] for i in each], list(each.values())",
-            "on_owner([leaves.each[i] for i in present], [each[i] for i in present]",
+            "on_owner([leaves.each[i] for i in gradients], list(gradients.values())",
+            "on_owner([leaves.each[i] for i in present], [gradients[i] for i in present]",
             "tests/optim/test_kfac.py::test_a_stage_without_a_gradient_stays_and_others_go_on",
         ),
     },
@@ -789,15 +793,15 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "curvature/influence.py": {
         "a folder of gradients is not compared with the batch": (
-            "if at in there and there[at][2] != digest:",
+            "if file_id in files and files[file_id][2] != digest:",
             "if False:",
             "tests/curvature/test_influence.py::test_errors_of_stores_are_told_on_all_ranks",
         )
     },
     "checkpoint/writing.py": {
         "a background save copies nothing": (
-            "copies = taken([box.values for box in held.boxes])",
-            "copies = [box.values for box in held.boxes]",
+            "copies = taken([box.values for box in flat_tree.boxes])",
+            "copies = [box.values for box in flat_tree.boxes]",
             "tests/checkpoint/test_checkpoint.py::test_training_goes_on_while_a_checkpoint_is_written",
         )
     },
@@ -859,8 +863,8 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "run/collating.py": {
         "the longest rank does not say what it cannot fill": (
-            "same = least[dims] == most[dims]",
-            "same = list(shape_of(leaf)) == most[dims]",
+            "same = min_sizes[dims] == max_sizes[dims]",
+            "same = list(shape_of(leaf)) == max_sizes[dims]",
             f"{RUN}/test_ragged.py::test_what_cannot_be_filled_is_said_on_every_rank",
         ),
         "filled labels count": (
@@ -879,8 +883,8 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "run/looping.py": {
         "a stopped run is not told why": (
-            "word = common(heard, _settle(run, reached))",
-            "word = _settle(run, reached)",
+            "combined = common(received, _combine_reports(run, reached))",
+            "combined = _combine_reports(run, reached)",
             f"{RUN}/test_interrupts.py::test_a_run_that_stops_says_why_also_when_the_reason_has_gone",
         ),
         "an evaluation that was left out stays out": (
@@ -953,15 +957,15 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "transforms/shortage.py": {
         "whatever fails after want of memory is want of memory": (
-            "seen = set(before) - {id(error)}",
-            "seen = set[int]()",
+            "ids = set(before) - {id(error)}",
+            "ids = set[int]()",
             f"{FITTING}::test_an_error_is_not_for_want_of_memory_because_it_comes_after_one_that_was",
         )
     },
     "check/reductions.py": {
         "means of micro-batches are not looked at": (
-            "        own = all(_is_a_mean(case, event.loss, begin) for event in events) and len(events) > 1",
-            "        own = False",
+            "        are_means = all(_is_a_mean(case, event.loss, begin) for event in events) and len(events) > 1",
+            "        are_means = False",
             f"{WRONG}[micro_batches_of_global_means]",
         ),
         "a sum of what is the same everywhere is let through": (
@@ -970,13 +974,13 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             f"{WRONG}[psum_twice_loss]",
         ),
         "means over rows that are cut may be summed": (
-            'if call.name == "psum" and not (_whole(case, call) or _sum_of_means(case, call)):',
-            'if call.name == "psum" and not _whole(case, call):',
+            'if call.name == "psum" and not (_sum_of_full_values(case, call) or _sum_of_means(case, call)):',
+            'if call.name == "psum" and not _sum_of_full_values(case, call):',
             f"{WRONG}[psum_of_mse_loss]",
         ),
         "what varies already may go through pvary": (
-            "if call.name in _ONCE and along & call.axes and not _own(case, call):",
-            "if call.name in _ONCE and not along:",
+            "if call.name in _ONCE and varying_axes & call.axes and not _starts_local_state(case, call):",
+            "if call.name in _ONCE and not varying_axes:",
             f"{WRONG}[pvary_twice]",
         ),
         "gradients of replicas that differ are added up": (
@@ -992,7 +996,7 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "check/inputs.py": {
         "noise of which each rank takes another is said to be the same": (
-            "        same &= ~case.compared.watched.get(at, 0)\n",
+            "        same &= ~case.compared.watched.get(node_id, 0)\n",
             "",
             "tests/check/test_right.py::test_a_right_program_passes_in_silence_and_unchanged"
             "[several_noises_of_which_each_rank_takes_one]",
@@ -1003,60 +1007,60 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             f"{WRONG}[replicas_initialised_differently]",
         ),
         "every rank may read the same rows": (
-            "if cut and not any(",
-            "if not cut and any(",
+            "if sharded and not any(",
+            "if not sharded and any(",
             f"{WRONG}[same_batch_everywhere]",
         ),
     },
     "check/varying.py": {
         "the axes that a sum takes away are kept": (
-            "            along &= ~node.axes\n",
+            "            axes &= ~node.axes\n",
             "            pass\n",
             f"{RIGHT}[a_mean_of_means_of_as_many_rows]",
         ),
         "where a parameter met the rows is not said": (
-            "                types.first.setdefault((k, variable), at)",
-            "                types.first.setdefault((k, variable), 0)",
+            "                types.first.setdefault((axis, variable), node_id)",
+            "                types.first.setdefault((axis, variable), 0)",
             f"{WRONG}[missing_pvary_ddp]",
         ),
     },
     "check/gradients.py": {
         "whoever sums norms of parts is taken to have summed the parts": (
-            "[p for p in node.parents if case.is_number(p) or not case.is_number(at)]",
+            "[p for p in node.parents if case.is_number(p) or not case.is_number(node_id)]",
             "node.parents",
             f"{WRONG}[parts_that_are_clipped_by_the_norm_of_all_ranks]",
         ),
         "a loss of one rank's rows is taken for that of all": (
-            "bad = along & summed & local(case, mean)",
+            "bad = loss_axes & summed & local(case, mean)",
             "bad = 0",
             f"{WRONG}[psum_forgotten_loss_not_returned_fsdp]",
         ),
         "a loss that every rank has is not looked at": (
-            "if not roots or not case.alike(loss, bit) or blank",
-            "if roots or blank",
+            "if not roots or not case.has_equal_bits(loss, bit):",
+            "if roots:",
             f"{WRONG}[all_gather_returned_replicated]",
         ),
         "a sum that meets rows is let through": (
-            "if types.depends[at] & asked and at >= event.begin:",
-            "if types.depends[at] & asked and at >= event.end:",
+            "if types.depends[sum_id] & requested and sum_id >= event.begin:",
+            "if types.depends[sum_id] & requested and sum_id >= event.end:",
             f"{WRONG}[mean_of_the_batch_meets_its_rows]",
         ),
         "gradients are whatever they are": (
-            "        if mine:",
-            "        if not mine:",
+            "        if new_axes:",
+            "        if not new_axes:",
             f"{WRONG}[missing_pvary_ddp]",
         ),
     },
     "check/case.py": {
         "a loss over the number of ranks is taken for a mean": (
-            "if ranks in by or math.inf in by or",
-            "if math.inf in by or",
+            "if ranks in divisors or math.inf in divisors or",
+            "if math.inf in divisors or",
             f"{RIGHT}[a_loss_scaled_before_and_after]",
         )
     },
     "check/judging.py": {
         "a result may vary where its spec says that it does not": (
-            "    bad &= ~case.told(at, bad)\n",
+            "    bad &= ~case.reported_axes(node_id, bad)\n",
             "    bad = 0\n",
             f"{WRONG}[psum_forgotten_loss_returned]",
         )
@@ -1075,7 +1079,7 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "tests/check/test_property.py::test_what_is_called_the_same_is_the_same",
         ),
         "what was sent keeps the name of what it replaces": (
-            "self.keep(x, UNKNOWN, written=True, whole=True)",
+            "self.keep(x, UNKNOWN, written=True, full=True)",
             "pass",
             f"{RIGHT}[collectives_of_torch_in_the_body]",
         ),
@@ -1087,21 +1091,21 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "tests/interop/test_beginning.py::test_parameters_begin_as_their_classes_do_on_any_mesh",
         ),
         "a parameter that nobody sets begins all the same": (
-            " or bool(made.isnan().any())",
+            " or bool(values.isnan().any())",
             "",
             "tests/interop/test_beginning.py::test_what_has_no_beginning_is_an_error_on_every_rank",
         ),
     },
     "interop/module_state.py": {
         "what a failed call set stays": (
-            "            own.clear()\n            own.update(values)\n",
+            "            attrs.clear()\n            attrs.update(values)\n",
             "            pass\n",
             "tests/interop/test_failures.py::test_what_a_failed_call_set_is_taken_back",
         )
     },
     "interop/in_place.py": {
         "what a module puts into .data of its buffer is lost": (
-            "                or memory_of(now) != memory[key]\n",
+            "                or memory_of(current) != memory[key]\n",
             "",
             "tests/interop/test_self_mutating.py::test_what_would_be_lost_is_an_error_however_it_is_written",
         )

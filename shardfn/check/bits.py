@@ -1,4 +1,4 @@
-"""Hashes the bits of a tensor on its own device, without a wait and without a copy."""
+"""Hashes the bits of a tensor on its device, without synchronization or copies."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _STEP = 0x1E3779B97F4A7C15  # odd, so that multiplying modulo 2^64 loses no bits
 
 
 def digest_of(text: bytes) -> int:
-    """Returns a 56-bit digest of a text, which fits into an int64, and is the same on every rank."""
+    """Returns a 56-bit digest of a text, which fits into an int64 and is the same on every rank."""
     return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
 
 
 def bits(x: Tensor) -> int | Tensor:
-    """Hashes shape and bytes: equal ones give equal hashes, others differ but for odds of about 1 in 2^60.
+    """Hashes shape and bytes; different tensors have equal hashes with odds of about 1 in 2^60.
 
     Returns a 0-d int64 on the device, which is not waited for, or for a tensor on the CPU an int: a small tensor that
     is kept would fragment the memory that is freed around it.
@@ -44,8 +44,8 @@ def bits(x: Tensor) -> int | Tensor:
     return total
 
 
-def whole(values: Sequence[Any]) -> list[int]:
-    """Converts numbers and 0-d tensors to ints; tensors on one device are waited for together."""
+def to_ints(values: Sequence[Any]) -> list[int]:
+    """Converts numbers and 0-d tensors to ints, with one synchronization per device."""
     numbers: list[int] = [0] * len(values)
     by_device: dict[torch.device, list[int]] = {}
     for i, value in enumerate(values):
@@ -97,7 +97,7 @@ def constant(x: Tensor) -> bool | Tensor:
 
 
 def rounding(x: Tensor) -> float:
-    """Returns the relative error of the norm to expect if a tensor is computed again, or on another rank."""
+    """Returns the expected relative error of a norm between recomputations or ranks."""
     eps = torch.finfo(x.dtype).eps
     # Where the user has set one of these, torch refuses to tell `allow_tf32`.
     backends: Any = torch.backends
@@ -108,14 +108,14 @@ def rounding(x: Tensor) -> float:
 
 
 def pieces(x: Tensor) -> Iterator[Tensor]:
-    """Yields all elements in order, in flat chunks that do not depend on the strides, so that no copy is large."""
-    most = _words(x.device) * 8 // x.element_size()
+    """Yields all elements in order, in small flat chunks that do not depend on the strides."""
+    max_elements = _words(x.device) * 8 // x.element_size()
     row = math.prod(x.shape[1:])
-    if x.numel() <= most:
+    if x.numel() <= max_elements:
         if x.numel():
             yield x.resolve_conj().resolve_neg().contiguous().as_strided((x.numel(),), (1,))  # one element: any strides
-    elif row <= most:
-        for rows in x.split(most // row):
+    elif row <= max_elements:
+        for rows in x.split(max_elements // row):
             yield from pieces(rows)
     else:
         for i in range(len(x)):
@@ -123,13 +123,13 @@ def pieces(x: Tensor) -> Iterator[Tensor]:
 
 
 def _mixed(chunk: Tensor) -> int | Tensor:
-    """Sums the words of a chunk, each mixed and weighted by its place, so that swapped words do not cancel out."""
+    """Sums the words of a chunk, mixed and weighted by position, so that swapped words differ."""
     data = chunk.view(torch.uint8)
     words = data[: len(data) // 8 * 8]
     if words.storage_offset() % 8:
         words = words.clone()
     words = words.view(torch.int64)
-    mixed = torch.bitwise_right_shift(words, 29, out=_room(words))
+    mixed = torch.bitwise_right_shift(words, 29, out=_scratch(words))
     total = mixed.bitwise_xor_(words).mul_(_odd(chunk.device)[: len(words)]).sum()
     rest = data[words.nbytes :].long()
     total = total + (rest * _odd(chunk.device)[-len(rest) :]).sum() if len(rest) else total
@@ -145,7 +145,7 @@ class _Room(threading.local):
 _here = _Room()
 
 
-def _room(words: Tensor) -> Tensor:
+def _scratch(words: Tensor) -> Tensor:
     """Returns scratch for these words; on a device a new tensor, as another stream may still read an old one."""
     if words.device.type != "cpu":
         return torch.empty_like(words)

@@ -1,4 +1,4 @@
-"""Finds where a call comes from: the user's line, whose code it is, and which checked call runs on the thread."""
+"""Finds the origin of a call: the user's line, the code's owner, and the thread's checked call."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Site:
 
     @property
     def text(self) -> str:
-        """The source of the line; empty if it only leads to what is computed."""
+        """The source of the line; empty if it only leads to the computation."""
         return "" if self.within else linecache.getline(self.file, self.line).strip()
 
     @property
@@ -68,14 +68,14 @@ class Site:
         return source if 0 < len(source) <= _SHORT else None
 
     @property
-    def given(self) -> str | None:
+    def first_argument(self) -> str | None:
         """The source of the first argument of the function that is called there."""
         parsed = self._parsed()
         return ast.unparse(parsed.args[0]) if isinstance(parsed, ast.Call) and parsed.args else None
 
     @property
-    def of(self) -> str | None:
-        """The source of what the called function or method takes its values from: its first argument or its object."""
+    def value_source(self) -> str | None:
+        """The source of the called function's first argument, or of the called method's object."""
         parsed = self._parsed()
         if not isinstance(parsed, ast.Call):
             return None
@@ -97,7 +97,7 @@ class Site:
         return ast.unparse(parsed.right) if isinstance(parsed, ast.BinOp) and divides else None
 
     def spelled(self, path: str) -> str:
-        """How the line writes a value whose path ends in the same name: `p['w']` for `params['block']['w']`."""
+        """Returns the line's spelling of a path, such as `p['w']` for `params['block']['w']`."""
         last = (re.findall(r"\w+", path) or [path])[-1]
         ends = [node for node in ast.walk(self._statement()) if _end(node) == last]
         written = [ast.unparse(node) for node in ends]
@@ -105,7 +105,7 @@ class Site:
 
     @property
     def target(self) -> str | None:
-        """The source of the one target to which the line assigns its result, if it does only that."""
+        """The source of the only target to which the line assigns, if it does only that."""
         body = self._statement().body
         if len(body) != 1 or not isinstance(body[0], ast.Assign) or len(body[0].targets) != 1:
             return None
@@ -168,24 +168,24 @@ def callsite() -> Site | None:
     outer: FrameType | None = inner
     while outer is not None and kind_of(outer.f_code.co_filename) != "user":
         outer = outer.f_back
-    return _callsite(*_at(inner), *_at(outer or inner))
+    return _callsite(*_instruction_of(inner), *_instruction_of(outer or inner))
 
 
-def _at(frame: FrameType) -> tuple[CodeType, int, int]:
+def _instruction_of(frame: FrameType) -> tuple[CodeType, int, int]:
     return frame.f_code, frame.f_lasti, frame.f_lineno
 
 
-def _callsite(code: CodeType, at: int, line: int, outer: CodeType, outer_at: int, outer_line: int) -> Site:
-    """Returns the site of an instruction, and of the one that led there, which may be the same."""
-    key = (code, code.co_filename, at, outer, outer.co_filename, outer_at)
+def _callsite(code: CodeType, offset: int, line: int, outer: CodeType, outer_offset: int, outer_line: int) -> Site:
+    """Returns the site of an instruction; `outer` is the user's instruction that led there."""
+    key = (code, code.co_filename, offset, outer, outer.co_filename, outer_offset)
     site = _sites.get(key)
     if site is None:
         # Without the folder, which may differ between ranks.
         text = f"{os.path.basename(code.co_filename)}:{code.co_qualname}:{line}".encode()
         direct = outer is code
-        within = "" if direct else f"{installed(code.co_filename)}:{line}"
-        span = _span(code, at) if direct else None
-        site = _sites[key] = Site(outer.co_filename, outer_line, outer.co_qualname, digest_of(text), span, within)
+        library_line = "" if direct else f"{installed(code.co_filename)}:{line}"
+        span = _span(code, offset) if direct else None
+        site = _sites[key] = Site(outer.co_filename, outer_line, outer.co_qualname, digest_of(text), span, library_line)
     return site
 
 
@@ -257,7 +257,7 @@ def called_by(name: str) -> bool:
 
 
 def caller() -> Caller:
-    """Returns who calls the recorded op: the user, this package, or the engine, which moves this package's memory.
+    """Returns the caller of the recorded op: the user, this package, or its memory engine.
 
     Ops of a backward pass count as the user's, since they differentiate the user's ops.
     """
@@ -295,7 +295,7 @@ def _kind(file: str) -> Caller | Literal["torch"]:
 
 
 def who_calls() -> Literal["user", "model", "library"]:
-    """Returns who calls a collective: the user's code, this package's model code, or the rest of this package."""
+    """Returns the caller of a collective: the user, this package's model code, or its other code."""
     frame = sys._getframe(1)
     file = frame.f_code.co_filename
     while frame.f_back is not None and file.startswith((*LIBRARIES, *_MODES, _FUNCTIONAL)):

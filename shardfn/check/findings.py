@@ -21,7 +21,7 @@ LAST = ("means", "whole", "same", "batch_norm", "order")
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong with a function.
+    """One error in a function.
 
     Attributes:
         kind: its category.
@@ -71,7 +71,7 @@ class VaryingWarning(UserWarning):
         self.findings = findings
 
 
-def said(name: str, findings: tuple[Finding, ...], probably: bool) -> str:
+def findings_message(name: str, findings: tuple[Finding, ...], probably: bool) -> str:
     """Formats as many of the first findings as fit into one message, and counts the rest."""
     head = f"{short(name, 200)}: " + (
         "probably not meant" if probably else "what ranks hold is not what the function declares (shapes are right)"
@@ -110,7 +110,7 @@ def root_of(node: Node, differs: Mask) -> str:
 
 
 def written(site: Site | None) -> str | None:
-    """Returns the source of what is computed at a site, or the name that it is assigned to."""
+    """Returns the source of the expression at a site, or the name that it is assigned to."""
     if site is None:
         return None
     return site.target if (site.expression or "").endswith(".backward()") else site.expression or site.target
@@ -118,7 +118,7 @@ def written(site: Site | None) -> str | None:
 
 def given_at(site: Site | None) -> str:
     """Returns the source of the first argument of the call at a site, or dots."""
-    return (site.given if site is not None else None) or "..."
+    return (site.first_argument if site is not None else None) or "..."
 
 
 def target(site: Site | None) -> str | None:

@@ -1,4 +1,4 @@
-"""Records ops: what an op reads, makes and writes, known from its schema before it runs, and what it did."""
+"""Records ops: their inputs, results and writes, known from their schemas before they run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MEAN, SUM = 1, 2  # torch's numbers for a loss's `reduction` argument
 def op(values: Values, func: Any, facts: Facts, args: Any, kwargs: dict[str, Any]) -> Any:
     """Runs an op and records what it did."""
     if facts.kind == "each":
-        return _each(values, func, facts, args, kwargs)
+        return _foreach_op(values, func, facts, args, kwargs)
     written = [
         args[k] if isinstance(k, int) else kwargs[k]
         for k in facts.writes
@@ -57,7 +57,7 @@ def op(values: Values, func: Any, facts: Facts, args: Any, kwargs: dict[str, Any
     first = results[0] if results else next(iter(tensors_in(written)), None)
     if first is None:
         return out
-    node = _made(values, facts, parents, args, kwargs, inputs, results or [first])
+    node = _add_op_node(values, facts, parents, args, kwargs, inputs, results or [first])
     if stream is not None:
         values.note(values.watched, node, values.site(), facts.digest + 3, stream)
     random = facts.random and (facts.chance is None or bool([*args, 0.0][min(facts.chance, len(args))]))
@@ -65,17 +65,17 @@ def op(values: Values, func: Any, facts: Facts, args: Any, kwargs: dict[str, Any
         node, random = _by_seed(values, node, facts, results[facts.drawn]), False
     into = tensors_in(written)
     for x in into:
-        values.keep(x, node, written=True, whole=bool(replaced))
+        values.keep(x, node, written=True, full=bool(replaced))
     for x in results:
         if not any(x is y for y in into):
-            values.keep(x, _drawn(values, facts, x, node) if random else values.view_of(x, node))
+            values.keep(x, _add_random_node(values, facts, x, node) if random else values.view_of(x, node))
     if random:
         for x in into:
-            values.keep(x, _drawn(values, facts, x, node), written=True, whole=bool(replaced))
+            values.keep(x, _add_random_node(values, facts, x, node), written=True, full=bool(replaced))
     return out
 
 
-def _made(
+def _add_op_node(
     values: Values,
     facts: Facts,
     parents: tuple[int, ...],
@@ -105,10 +105,10 @@ def _made(
     elif facts.statistics and _trains(facts, args, kwargs) and not callsites.called_by("instance_norm"):
         node.root = "statistics"
     node.number = _divisor(facts.base, args)
-    at = values.add(node)
+    node_id = values.add(node)
     # The library's own numbers may rightly differ, and backward repeats those of forward.
     if numbers and caller == "user" and not node.backward:
-        values.note(values.evidence, at, node.site, facts.digest, hash(numbers))
+        values.note(values.evidence, node_id, node.site, facts.digest, hash(numbers))
     count: Any = None
     if facts.base.startswith("nll_loss") and facts.base.endswith("forward") and node.count:
         count = results[1]  # its weight
@@ -119,8 +119,8 @@ def _made(
     elif node.number is not None:
         count = hash(node.number)
     if count is not None:
-        values.note(values.counts, at, node.site, facts.digest + 1, count)
-    return at
+        values.note(values.counts, node_id, node.site, facts.digest + 1, count)
+    return node_id
 
 
 def _stream(arguments: list[Any], device: torch.device) -> Tensor:
@@ -135,7 +135,7 @@ def _stream(arguments: list[Any], device: torch.device) -> Tensor:
 
 
 def communicated(values: Values, func: Any, args: Any, kwargs: Any) -> Any:
-    """Runs one of torch's own collectives, raw or in a compiled graph; its result is known only by its bits."""
+    """Runs one of torch's own collectives, whose result is known only by its bits."""
     out = func(*args, **kwargs)
     changed = tensors_in(args, kwargs) if str(func).split(".")[1].endswith("_") else []
     for x in (*changed, *tensors_in(out)):
@@ -143,28 +143,30 @@ def communicated(values: Values, func: Any, args: Any, kwargs: Any) -> Any:
     return out
 
 
-def _drawn(values: Values, facts: Facts, x: Tensor, node: int) -> int:
+def _add_random_node(values: Values, facts: Facts, x: Tensor, parent: int) -> int:
     """Adds a node for random numbers, which ranks compare."""
-    op_node = values.trace.nodes[node]
-    at = values.add(
-        Node(facts.base, (node,), op_node.site, root="random", backward=op_node.backward, records=op_node.records,
+    op_node = values.trace.nodes[parent]
+    node_id = values.add(
+        Node(facts.base, (parent,), op_node.site, root="random", backward=op_node.backward, records=op_node.records,
              like=like_of(x))
     )  # fmt: skip
-    values.note(values.evidence, at, op_node.site, facts.digest, x)
-    return at
+    values.note(values.evidence, node_id, op_node.site, facts.digest, x)
+    return node_id
 
 
 def _by_seed(values: Values, node: int, facts: Facts, seed: Tensor) -> int:
-    """Adds nodes for a seed that an op drew, which ranks compare, and for its result from arguments and seed."""
+    """Adds nodes for a seed that an op drew, which ranks compare, and for the op's result."""
     source = values.trace.nodes[node]
-    drawn = values.add(Node(facts.base, (), source.site, root="random", backward=source.backward, like=like_of(seed)))
-    values.note(values.evidence, drawn, source.site, facts.digest, seed)
+    seed_id = values.add(Node(facts.base, (), source.site, root="random", backward=source.backward, like=like_of(seed)))
+    values.note(values.evidence, seed_id, source.site, facts.digest, seed)
     return values.add(
-        Node(facts.base, (node, drawn), source.site, backward=source.backward, records=source.records, like=source.like)
+        Node(
+            facts.base, (node, seed_id), source.site, backward=source.backward, records=source.records, like=source.like
+        )
     )
 
 
-def _each(values: Values, func: Any, facts: Facts, args: Any, kwargs: Any) -> Any:
+def _foreach_op(values: Values, func: Any, facts: Facts, args: Any, kwargs: Any) -> Any:
     """Runs an op on lists and records it item by item."""
     sequences = [(k, v) for k, v in (*enumerate(args), *kwargs.items()) if isinstance(v, (list, tuple)) and v]
     lists = [(k, v) for k, v in sequences if isinstance(v[0], Tensor)]
@@ -181,24 +183,24 @@ def _each(values: Values, func: Any, facts: Facts, args: Any, kwargs: Any) -> An
     out = func(*args, **kwargs)
     numbers = _numbers(args, kwargs, frozenset())
     for i in range(length):
-        like = lists[0][1][i]
-        at = values.add(
+        template = lists[0][1][i]
+        node_id = values.add(
             Node(facts.base, parents[i], values.site(), root="" if parents[i] else "constant",
                  backward=autograd.inside_backward(),
-                 records=torch.is_grad_enabled() and differentiable(like), like=like_of(like),
+                 records=torch.is_grad_enabled() and differentiable(template), like=like_of(template),
                  number=_divisor(facts.base.removeprefix("_foreach_"), args), own=callsites.caller() == "user")
         )  # fmt: skip
-        if numbers and callsites.caller() == "user" and not values.trace.nodes[at].backward:
-            values.note(values.evidence, at, values.trace.nodes[at].site, facts.digest, hash(numbers))
+        if numbers and callsites.caller() == "user" and not values.trace.nodes[node_id].backward:
+            values.note(values.evidence, node_id, values.trace.nodes[node_id].site, facts.digest, hash(numbers))
         for k, v in lists:
             if k in facts.writes and i < len(v):
-                values.keep(v[i], at, written=True, whole=copies)
+                values.keep(v[i], node_id, written=True, full=copies)
         if isinstance(out, (list, tuple)) and i < len(out) and isinstance(out[i], Tensor):
-            values.keep(out[i], at)
+            values.keep(out[i], node_id)
     for k, x in (*enumerate(args), *kwargs.items()):
         if k in facts.writes and isinstance(x, Tensor):  # one result for all items, such as whether any is infinite
-            together = values.add(Node(facts.base, tuple(dict.fromkeys(sum(parents, ()))), values.site()))
-            values.keep(x, together, written=True)
+            combined_id = values.add(Node(facts.base, tuple(dict.fromkeys(sum(parents, ()))), values.site()))
+            values.keep(x, combined_id, written=True)
     return out
 
 
@@ -275,7 +277,7 @@ DISTRIBUTIONS = ("multinomial", "poisson", "binomial", "_standard_gamma", "_samp
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of one op.
+    """Facts about one op.
 
     Attributes:
         base: its name as in `aten.mul.Tensor`, without library and overload: `mul`.

@@ -112,7 +112,7 @@ class TraceRecorder(modes.Watching):
         active[0] -= 1
         _all.discard(self)
         thread.recorder = self._before
-        self.values.forget()
+        self.values.clear_memory()
 
     # --- the end of a long record ---
 
@@ -130,7 +130,7 @@ class TraceRecorder(modes.Watching):
         return True
 
     def ended(self) -> bool:
-        """Cuts off what was recorded after the end, when the function returns; whether the record ended early."""
+        """Drops the entries after the end of the record; returns whether it ended early."""
         if self._end:
             self.values.cut(self._end)
         return bool(self._end)
@@ -167,24 +167,24 @@ class TraceRecorder(modes.Watching):
         x = functorch.unwrapped(x)
         effect: Effect = "exactly" if allowed is not None else "union"
         node = Node("input", (), None, effect, allowed or 0, "input", records=True, like=like_of(x), about=path)
-        at = self.values.add(node)
+        node_id = self.values.add(node)
         if ops.differentiable(x):
             node.variable = 1 << len(self.trace.variables)
-            self.trace.variables.append(Variable(path, self.trace.everywhere & ~(allowed or 0), at))
-        self.values.keep(x, at)
-        return at
+            self.trace.variables.append(Variable(path, self.trace.everywhere & ~(allowed or 0), node_id))
+        self.values.keep(x, node_id)
+        return node_id
 
     def number(self, x: complex, path: str) -> int:
         """Adds a number that the function returned, which ranks compare."""
-        at = self.values.add(Node("number", (), None, root="constant", about=path))
-        self.values.note(self.values.evidence, at, None, digest_of(path.encode()), 3 if x != x else hash(x))
-        return at
+        node_id = self.values.add(Node("number", (), None, root="constant", about=path))
+        self.values.note(self.values.evidence, node_id, None, digest_of(path.encode()), 3 if x != x else hash(x))
+        return node_id
 
-    def part_of(self, whole: int, allowed: Mask) -> int:
+    def part_of(self, shard_id: int, allowed: Mask) -> int:
         """Adds one parameter in a flat shard, which ranks compare on its own."""
-        return self.values.add(Node("input", (whole,), None, "exactly", allowed, "input"))
+        return self.values.add(Node("input", (shard_id,), None, "exactly", allowed, "input"))
 
-    def moved(self, name: str, group: str, x: Tensor, y: Tensor) -> None:
+    def record_collective(self, name: str, group: str, x: Tensor, y: Tensor) -> None:
         """Records that a collective along the axes of a group made `y` from `x`."""
         takes, gives = COLLECTIVES[name][0], COLLECTIVES[name][1]
         axes = self.trace.mask(self.axes_of(group))
@@ -193,27 +193,27 @@ class TraceRecorder(modes.Watching):
             effect = "union"
         backward = autograd.inside_backward()
         parent = self.values.node_of(x)
-        at = self.values.add(
+        node_id = self.values.add(
             Node(name, (parent,), self.values.site(), effect, axes, backward=backward,
                  records=torch.is_grad_enabled() and ops.differentiable(y), like=like_of(y), about=takes)
         )  # fmt: skip
-        self.values.keep(y, at)
+        self.values.keep(y, node_id)
 
     def gathered(self, x: Tensor, names: Iterable[str], y: Tensor) -> None:
-        """Records that `y` was filled, by no op, with what all ranks along these axes hold; `x` is this rank's."""
+        """Records that `y` was filled, by no op, from all ranks along these axes; `x` is the local part."""
         x, y = functorch.unwrapped(x), functorch.unwrapped(y)
         parent, axes = self.values.node_of(x), self.trace.mask(names)
-        at = self.values.add(
+        node_id = self.values.add(
             Node("all_gather_invariant", (parent,), self.values.site(), "minus", axes, like=like_of(y))
         )
-        self.values.keep(y, at, written=True, whole=True)
+        self.values.keep(y, node_id, written=True, full=True)
 
     def parameters(
         self,
         stage: Any,
         paths: Sequence[str],
         shard: Tensor,
-        given: Sequence[Tensor],
+        full_params: Sequence[Tensor],
         summed: Mask,
         cut: Sequence[Mask],
     ) -> None:
@@ -223,8 +223,8 @@ class TraceRecorder(modes.Watching):
         """
         parent = self.values.node_of(functorch.unwrapped(shard))
         varied = self._varied(parent)
-        for number, (path, x, apart) in enumerate(zip(paths, given, cut, strict=True)):
-            axes = summed | apart | varied
+        for index, (path, x, sharded_axes) in enumerate(zip(paths, full_params, cut, strict=True)):
+            axes = summed | sharded_axes | varied
             for tangent in functorch.tangents(x):
                 self.declared(tangent, axes, [tangent], "tangent")
             x = functorch.unwrapped(x)
@@ -235,19 +235,19 @@ class TraceRecorder(modes.Watching):
             if ops.differentiable(x):
                 node.variable = 1 << len(self.trace.variables)
                 self.trace.variables.append(Variable(path, self.trace.everywhere & ~axes, len(self.trace.nodes)))
-            self._parameters[(stage, number)] = at = self.values.add(node)
-            self.trace.cut[at] = apart
-            self.values.keep(x, at)
+            self._parameters[(stage, index)] = node_id = self.values.add(node)
+            self.trace.cut[node_id] = sharded_axes
+            self.values.keep(x, node_id)
 
     def _varied(self, shard: int) -> Mask:
-        """Returns the axes along which `pvary` gave each rank a flat shard of its own."""
+        """Returns the axes along which `pvary` made a flat shard vary."""
         nodes = self.trace.nodes
 
-        def onward(at: int) -> list[int]:
-            return [p for p in nodes[at].parents if nodes[p].like == nodes[shard].like and not nodes[at].backward]
+        def followed_parents(child: int) -> list[int]:
+            return [p for p in nodes[child].parents if nodes[p].like == nodes[shard].like and not nodes[child].backward]
 
-        given = (nodes[at] for at in reached([shard], onward))
-        return union(node.axes for node in given if node.op == "pvary" and not node.backward)
+        path_nodes = (nodes[node_id] for node_id in reached([shard], followed_parents))
+        return union(node.axes for node in path_nodes if node.op == "pvary" and not node.backward)
 
     def part(self, stage: Any, number: int, gradient: Tensor) -> None:
         """Records a stage's gradient of one of its parameters, just before it is summed over ranks."""
@@ -260,18 +260,26 @@ class TraceRecorder(modes.Watching):
         """Records that a stage sums gradients along these axes."""
         self.trace.events.append(Summed(len(self.trace.nodes), axes))
 
-    def declared(self, x: Tensor, axes: Mask, of: Iterable[Tensor], op: str) -> None:
+    def declared(self, x: Tensor, axes: Mask, sources: Iterable[Tensor], op: str) -> None:
         """Adds a value made by the library, which knows along which axes it varies."""
         x = functorch.unwrapped(x)
-        parents = tuple(self.values.node_of(functorch.unwrapped(y)) for y in of)
+        parents = tuple(self.values.node_of(functorch.unwrapped(y)) for y in sources)
         backward = autograd.inside_backward()
-        at = self.values.add(Node(op, parents, self.values.site(), "exactly", axes, backward=backward, like=like_of(x)))
-        self.values.keep(x, at)
+        node_id = self.values.add(
+            Node(op, parents, self.values.site(), "exactly", axes, backward=backward, like=like_of(x))
+        )
+        self.values.keep(x, node_id)
 
     def called(
-        self, name: str, names: Iterable[str], x: Tensor, number: float | None, said: Any, pieces: Iterable[str] = ()
+        self,
+        name: str,
+        names: Iterable[str],
+        x: Tensor,
+        number: float | None,
+        axis_name: Any,
+        pieces: Iterable[str] = (),
     ) -> None:
-        """Records a call of a collective by the function; `pieces` are the axes that cut its argument, a flat shard."""
+        """Records a collective call by the function; `pieces` are the axes of a flat shard argument."""
         caller, backward = callsites.who_calls(), autograd.inside_backward()
         if caller == "library" or (backward and caller != "user"):
             return  # the library's own calls are not judged
@@ -282,7 +290,9 @@ class TraceRecorder(modes.Watching):
                 self.values.watched, node, self.values.site(), 4, plain
             )  # it may vary by the library's numbers
         axes, cut, site = self.trace.mask(names), self.trace.mask(pieces), self.values.site()
-        self.trace.events.append(CollectiveCall(name, axes, node, site, number, said, caller == "user", backward, cut))
+        self.trace.events.append(
+            CollectiveCall(name, axes, node, site, number, axis_name, caller == "user", backward, cut)
+        )
 
     def differentiated(self, loss: Tensor, begin: int, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Records the gradients that `value_and_grad` returns."""
@@ -291,13 +301,13 @@ class TraceRecorder(modes.Watching):
         for variable, gradient in pairs:
             inner = inner or variable.requires_grad or functorch.wrapped(variable)
             plain = functorch.unwrapped(gradient)
-            of = self.values.node_of(functorch.unwrapped(variable))
-            at = self.values.add(
+            variable_id = self.values.node_of(functorch.unwrapped(variable))
+            gradient_id = self.values.add(
                 Node("gradient", (self.values.node_of(plain),), self.values.site(), backward=True,
                      like=like_of(plain))
             )  # fmt: skip
-            self.values.keep(plain, at)
-            gradients.append((of, at))
+            self.values.keep(plain, gradient_id)
+            gradients.append((variable_id, gradient_id))
         plain, site = functorch.unwrapped(loss), self.values.site()
         node = self.values.node_of(plain)
         self.values.note(self.values.watched, node, site, 1, plain)
@@ -311,7 +321,7 @@ class TraceRecorder(modes.Watching):
         self.trace.events.append(Counted(node, by, None if isinstance(count, Tensor) else count))
 
     def used(self, pairs: Iterable[tuple[Tensor, Tensor, Iterable[str] | None]]) -> None:
-        """Records the parameters and gradients of an optimizer's step, each with the axes that cut it if it is flat."""
+        """Records the parameters and gradients of an optimizer's step, with the axes of flat shards."""
         for parameter, gradient, cut in pairs:
             nodes = [self.values.node_of(functorch.unwrapped(x)) for x in (parameter, gradient)]
             axes = None if cut is None else self.trace.mask(cut)
@@ -323,9 +333,9 @@ class TraceRecorder(modes.Watching):
         self.trace.events.append(Claimed(function, side, path, node, allowed, self.values.site()))
 
     def ordered(self, name: str, names: Iterable[str], balanced: bool) -> None:
-        """Records in which order a function of `parallel` takes a sequence to be cut along these axes."""
-        axes, at = self.trace.mask(names), len(self.trace.nodes)
-        self.trace.events.append(Ordered(name, axes, balanced, at, self.values.site()))
+        """Records the order in which a function of `parallel` shards a sequence over these axes."""
+        axes, num_nodes = self.trace.mask(names), len(self.trace.nodes)
+        self.trace.events.append(Ordered(name, axes, balanced, num_nodes, self.values.site()))
 
     def same(self, x: Tensor, y: Tensor) -> None:
         """Records that a tensor stands for another one, derivative included."""

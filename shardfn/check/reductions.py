@@ -1,4 +1,4 @@
-"""Rules for reductions of the wrong values: sums of means, means of sums, sums of replicated values or flat shards."""
+"""Rules for wrong reductions: sums of means, means of sums, sums of replicated values or flat shards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ADDS = {"add": "+", "add_": "+", "sub": "-", "sub_": "-"}
 
 
 def miscounted(case: Case, call: CollectiveCall) -> None:
-    """Judges what `psum` and `pmean` are given, if that is no gradient."""
+    """Checks the argument of a `psum` or `pmean`, unless it is a gradient."""
     if not call.own or call.backward or call.number is not None:
         return
     if case.types.gradient[call.node]:  # of a loss that is made of one, at most
@@ -26,15 +26,15 @@ def miscounted(case: Case, call: CollectiveCall) -> None:
         return
     if call.name == "pmean":
         _mean_of_sums(case, call)
-    if call.name == "psum" and not (_whole(case, call) or _sum_of_means(case, call)):
+    if call.name == "psum" and not (_sum_of_full_values(case, call) or _sum_of_means(case, call)):
         _over_its_own_rows(case, call)
         _added_before(case, call)
 
 
-def _whole(case: Case, call: CollectiveCall) -> bool:
-    """A sum of values that each rank computed from all ranks' values."""
-    alike = call.axes & case.types.along[call.node] & ~case.compared.watched.get(call.node, 0)
-    bad = sum(b for b in bits_of(alike) if case.same(call.node, b))
+def _sum_of_full_values(case: Case, call: CollectiveCall) -> bool:
+    """Reports a sum of values that each rank computed in full; returns whether there is one."""
+    equal_axes = call.axes & case.types.along[call.node] & ~case.compared.watched.get(call.node, 0)
+    bad = sum(b for b in bits_of(equal_axes) if case.same(call.node, b))
     if not bad or _weighed(case, call, bad):
         return False
     names = case.named(bad)
@@ -48,7 +48,7 @@ def _whole(case: Case, call: CollectiveCall) -> bool:
 
 
 def _sum_of_means(case: Case, call: CollectiveCall) -> bool:
-    """A sum of means over each rank's rows, of which all ranks have equally many."""
+    """Reports a sum of means over equally many local rows; returns whether there is one."""
     mean = case.types.mean[call.node]
     if mean < 0 or case.trace.nodes[mean].like != case.trace.nodes[call.node].like:
         return False
@@ -65,21 +65,21 @@ def _sum_of_means(case: Case, call: CollectiveCall) -> bool:
 
 
 def _over_its_own_rows(case: Case, call: CollectiveCall) -> None:
-    """A sum over all ranks' rows that is divided by the number of this rank's rows."""
+    """Reports a sum over all ranks' rows that is divided by the number of local rows."""
     counts, bad = case.types.rows[call.node], call.axes & rows(case, call.node)
     total = _sum_of(case, call)
     if not counts or not bad or total is None or case.types.mean[call.node] >= 0 or _weighed(case, call, bad):
         return
     if _has_all_rows(case, bad):  # once each rank has its own, this number may be that of all
         return
-    for at, factor in _scaled(case, total):
-        number = case.trace.nodes[at].number
+    for node_id, factor in _scaled(case, total):
+        number = case.trace.nodes[node_id].number
         if number != factor or number not in _counts(counts, case.size(bad)):
             continue
-        site, names = case.trace.nodes[at].site, named(call.said)
+        site, names = case.trace.nodes[node_id].site, named(call.axis_name)
         fix = f"shardfn.psum({(site.divisor if site else None) or 'count'}, {names})"
         case.add(
-            at, "means", bad, "", site, fix,
+            node_id, "means", bad, "", site, fix,
             f"what psum along {names}{line(call.site)} adds up is divided{line(site)} by {number:g}, the number of "
             f"this rank's rows alone: it is {case.size(bad)} times the mean over all rows. Divide by the number of "
             f"all: {fix}",
@@ -88,12 +88,12 @@ def _over_its_own_rows(case: Case, call: CollectiveCall) -> None:
 
 
 def local_count(case: Case, event: Counted) -> None:
-    """A total that `accumulate` divides by a count of this rank's rows alone, or by one that ranks sum otherwise."""
+    """Reports a total that `accumulate` divides by a local count, or by a count reduced differently."""
     nodes, types = case.trace.nodes, case.types
     summed = nodes[types.total[event.total]].axes if types.total[event.total] >= 0 else 0
-    along, averaged = summed | rows(case, event.total), _averaged_over(case, event.total)
-    own = event.number in (*types.rows[event.total], *(1 / n for n in case.divisors(event.total, 0)))
-    bad = along & types.along[event.by] if event.by >= 0 else (along & ~averaged) * own
+    axes, averaged = summed | rows(case, event.total), _averaged_over(case, event.total)
+    counts_local_rows = event.number in (*types.rows[event.total], *(1 / n for n in case.divisors(event.total, 0)))
+    bad = axes & types.along[event.by] if event.by >= 0 else (axes & ~averaged) * counts_local_rows
     if not bad:
         _averaged_alone(case, event, summed, averaged)
         return
@@ -110,14 +110,14 @@ def local_count(case: Case, event: Counted) -> None:
 
 
 def _averaged_alone(case: Case, event: Counted, summed: Mask, averaged: Mask) -> None:
-    """A total that is averaged over ranks and divided by a count that is summed over them, or the reverse."""
+    """Reports a total averaged over ranks but divided by a count summed over ranks, or the reverse."""
     nodes, types = case.trace.nodes, case.types
     if event.by < 0 or types.total[event.by] < 0:
         return
     bad = summed & nodes[types.total[event.by]].axes & (averaged ^ _averaged_over(case, event.by))
-    by = [n for at in (event.total, event.by) for n in case.divisors(at, 0)]
+    divisors = [n for node_id in (event.total, event.by) for n in case.divisors(node_id, 0)]
     ranks, names, site = case.size(bad), case.named(bad), nodes[event.total].site
-    if not bad or any(n == math.inf or n * ranks == 1 or n == ranks for n in by):
+    if not bad or any(n == math.inf or n * ranks == 1 or n == ranks for n in divisors):
         return
     fix = f"(shardfn.psum(total, {names}), shardfn.psum(count, {names}))"
     case.add(
@@ -127,35 +127,35 @@ def _averaged_alone(case: Case, event: Counted, summed: Mask, averaged: Mask) ->
     )  # fmt: skip
 
 
-def _averaged_over(case: Case, at: int) -> Mask:
+def _averaged_over(case: Case, node_id: int) -> Mask:
     """Returns the axes over whose ranks a scaled number is averaged, rather than summed."""
     nodes = case.trace.nodes
 
-    def onward(at: int) -> list[int]:
-        return list(nodes[at].parents[:1]) if nodes[at].op in SCALES and nodes[at].op != "psum" else []
+    def followed_parents(child: int) -> list[int]:
+        return list(nodes[child].parents[:1]) if nodes[child].op in SCALES and nodes[child].op != "psum" else []
 
-    return union(case.types.counted.get(k, 0) for k in reached([at], onward))
+    return union(case.types.counted.get(node_id, 0) for node_id in reached([node_id], followed_parents))
 
 
 def micro_batches(case: Case) -> None:
-    """Means over micro-batches, which `accumulate` adds up."""
+    """Reports means over micro-batches, which `accumulate` adds up."""
     calls = dict[int, list[Gradient]]()
     for event in case.trace.gradients():
         calls.setdefault(event.begin, []).append(event)
     for begin, events in calls.items():
-        at = events[0].loss
-        own = all(_is_a_mean(case, event.loss, begin) for event in events) and len(events) > 1
+        loss = events[0].loss
+        are_means = all(_is_a_mean(case, event.loss, begin) for event in events) and len(events) > 1
         counts = [case.counted.get(case.trace.nodes[event.loss].parents[0]) for event in events]
         if None not in counts:  # a mean times the number of its terms is a sum
-            own = own and not any(case.divisors(event.loss, 0) for event in events)
-            own = own and any(event is not None and _counts_terms(case, event) for event in counts)
-        elif own:
-            own = not _divided_by(case, events, len(events))
-        if not own and not _unequal(case, events):
+            are_means = are_means and not any(case.divisors(event.loss, 0) for event in events)
+            are_means = are_means and any(event is not None and _counts_terms(case, event) for event in counts)
+        elif are_means:
+            are_means = not _divided_by(case, events, len(events))
+        if not are_means and not _unequal(case, events):
             continue
-        site = case.trace.nodes[case.types.mean[at]].site
+        site = case.trace.nodes[case.types.mean[loss]].site
         case.add(
-            at, "means", 0, "", site, "return (total, count)",
+            loss, "means", 0, "", site, "return (total, count)",
             f"accumulate adds up the losses of {len(events)} micro-batches, each of which is a mean{line(site)}: the "
             f"result is the sum of these means, and rows of a small micro-batch count for more. To get the mean over "
             f"the whole batch, return (total, count), a sum and the number of its terms, both summed over ranks: "
@@ -178,11 +178,11 @@ def _python_number(case: Case, total: int) -> float | None:
 
 
 def _unequal(case: Case, events: list[Gradient]) -> bool:
-    """Whether means are known to be over different numbers of elements, which nothing makes up for."""
-    nodes, means = case.trace.nodes, [case.types.mean[event.loss] for event in events]
-    counts = [nodes[mean].count or nodes[mean].number or 0 for mean in means]
+    """Whether the means are known to be over different numbers of elements, without compensation."""
+    nodes, mean_ids = case.trace.nodes, [case.types.mean[event.loss] for event in events]
+    counts = [nodes[mean].count or nodes[mean].number or 0 for mean in mean_ids]
     products = [n * math.prod(case.divisors(event.loss)) for n, event in zip(counts, events, strict=True)]
-    known = min(means) >= 0 and 0 not in counts and math.inf not in products
+    known = min(mean_ids) >= 0 and 0 not in counts and math.inf not in products
     return known and len(set(counts)) > 1 and not math.isclose(max(products), min(products))
 
 
@@ -202,53 +202,53 @@ def _is_a_mean(case: Case, loss: int, begin: int) -> bool:
 
 
 def _divided_by(case: Case, events: list[Gradient], parts: int) -> bool:
-    """Whether the losses of micro-batches, or their gradients, are or may be divided by the number of micro-batches."""
-    by = [n for event in events for n in case.divisors(event.loss, 0)]
-    starts = [at for event in events for _, at in event.pairs]
-    return any(n == math.inf or n % parts == 0 for n in by) or scaled_later(
+    """Whether losses of micro-batches or their gradients may be divided by the number of micro-batches."""
+    divisors = [n for event in events for n in case.divisors(event.loss, 0)]
+    starts = [gradient_id for event in events for _, gradient_id in event.pairs]
+    return any(n == math.inf or n % parts == 0 for n in divisors) or scaled_later(
         case, starts, events[0].end, lambda n, factor: n == parts or math.isclose(factor, parts)
     )
 
 
 def _has_all_rows(case: Case, axes: Mask) -> bool:
-    """Whether it was found that all ranks along these axes have the same rows, which should be cut."""
+    """Whether a finding says that all ranks along these axes have the same rows."""
     names = set(case.trace.names(axes))
-    return any(finding.kind == "same" and names <= set(finding.axes) for _, finding in case.found)
+    return any(finding.kind == "same" and names <= set(finding.axes) for _, finding in case.findings)
 
 
 def _mean_of_sums(case: Case, call: CollectiveCall) -> None:
-    """A mean over ranks of their sums, which is divided by the number of all rows as well, or by none."""
+    """Reports a mean over ranks of local sums that is divided by the count of all rows, or by none."""
     counts, bad = case.types.rows[call.node], call.axes & rows(case, call.node)
-    result, by = _sum_of(case, call), case.divisors(call.node)
-    if not counts or not bad or result is None or case.types.mean[call.node] >= 0 or math.inf in by:
+    result, divisors = _sum_of(case, call), case.divisors(call.node)
+    if not counts or not bad or result is None or case.types.mean[call.node] >= 0 or math.inf in divisors:
         return
-    ranks, names = case.size(bad), named(call.said)
+    ranks, names = case.size(bad), named(call.axis_name)
     by_ranks = _averaged(case, call)
     result = result if by_ranks is None else by_ranks
-    uses = [(at, number * math.prod(by)) for at, number in [(result, 1.0), *_scaled(case, result)]]
-    if any(at in case.counted or at in case.counts for at, _ in uses):  # see `local_count`
+    uses = [(node_id, number * math.prod(divisors)) for node_id, number in [(result, 1.0), *_scaled(case, result)]]
+    if any(node_id in case.counted or node_id in case.counts for node_id, _ in uses):  # see `local_count`
         return
-    given, total = case.expression(call), f"shardfn.psum({case.expression(call)}, {names})"
+    argument, total = case.expression(call), f"shardfn.psum({case.expression(call)}, {names})"
     of_all = {float(n * ranks) for n in counts} - {float(n) for n in counts}  # counts that cannot be this rank's alone
-    if any(n in of_all for _, n in uses) or any(_by_all(case, at, ranks, call.axes) for at, _ in uses):
+    if any(n in of_all for _, n in uses) or any(_by_all(case, node_id, ranks, call.axes) for node_id, _ in uses):
         case.add_call(
             call, "means", bad, total,
             f"is given sums over each rank's rows, and what it makes is divided by the number of all rows besides: it "
             f"is {ranks} times too small",
         )  # fmt: skip
-    elif all(n == 1 for _, n in uses) and _is_a_loss(case, [at for at, _ in uses], ranks):
+    elif all(n == 1 for _, n in uses) and _is_a_loss(case, [node_id for node_id, _ in uses], ranks):
         mean = f"{total} / shardfn.psum(count, {names})"
         case.add(
             call.node, "means", bad, "", call.site, f"{total}, or {mean}",
-            f"pmean along {names}{line(call.site)} is given sums over each rank's rows, {given}: it is neither their "
-            f"sum nor the mean over all rows, but the sum divided by the {ranks} ranks. Write, for the sum: {total}; "
-            f"for the mean: {mean}",
+            f"pmean along {names}{line(call.site)} is given sums over each rank's rows, {argument}: it is neither "
+            f"their sum nor the mean over all rows, but the sum divided by the {ranks} ranks. Write, for the sum: "
+            f"{total}; for the mean: {mean}",
         )  # fmt: skip
 
 
-def _by_all(case: Case, at: int, ranks: int, axes: Mask) -> bool:
+def _by_all(case: Case, node_id: int, ranks: int, axes: Mask) -> bool:
     """Whether a value is divided by a count that was summed over ranks, rather than averaged."""
-    node, types = case.trace.nodes[at], case.types
+    node, types = case.trace.nodes[node_id], case.types
     if node.op not in ("div", "div_") or len(node.parents) != 2:
         return False
     count = node.parents[1]
@@ -256,84 +256,87 @@ def _by_all(case: Case, at: int, ranks: int, axes: Mask) -> bool:
     return total >= 0 and case.trace.nodes[total].axes == axes and ranks not in case.divisors(count)
 
 
-def _is_a_loss(case: Case, reached: list[int], ranks: int) -> bool:
+def _is_a_loss(case: Case, node_ids: list[int], ranks: int) -> bool:
     """Whether one of these is a loss for which nothing compensates the division by the number of ranks."""
     types = case.types
-    events = [e for e in case.trace.gradients() if e.loss in reached and types.mean[e.loss] < 0]
+    events = [e for e in case.trace.gradients() if e.loss in node_ids and types.mean[e.loss] < 0]
     return any(
         math.inf not in case.divisors(e.loss)
-        and not scaled_later(case, [at for _, at in e.pairs], e.end, lambda n, _: math.isclose(n * ranks, 1))
+        and not scaled_later(
+            case, [gradient_id for _, gradient_id in e.pairs], e.end, lambda n, _: math.isclose(n * ranks, 1)
+        )
         for e in events
     )
 
 
 def _added_before(case: Case, call: CollectiveCall) -> None:
-    """A term that all ranks share, added to a summand of a sum over ranks, which then counts it for each rank."""
+    """Reports an invariant term that is added before a sum over ranks, and so is counted once per rank."""
     bad = call.axes & case.types.along[call.node]
-    for at in _terms(case, call.node):
-        node = case.trace.nodes[at]
-        for own, term in (node.parents, node.parents[::-1]):
-            axes = sum(b for b in bits_of(bad) if _meets(case, at, own, term, b))
-            if axes & ~case.types.along[term] and case.types.depends[term] & case.asked:
-                case.added.add(at)
+    for node_id in _terms(case, call.node):
+        node = case.trace.nodes[node_id]
+        for local_term, term in (node.parents, node.parents[::-1]):
+            axes = sum(b for b in bits_of(bad) if _meets(case, node_id, local_term, term, b))
+            if axes & ~case.types.along[term] and case.types.depends[term] & case.requested:
+                case.added.add(node_id)
             if axes and not may_be(case, term, axes) and not _divided_later(case, call, axes):
-                _say_added(case, call, at, term == node.parents[1], axes)
+                _say_added(case, call, node_id, term == node.parents[1], axes)
                 return
 
 
-def _say_added(case: Case, call: CollectiveCall, at: int, last: bool, axes: Mask) -> None:
-    node, names = case.trace.nodes[at], named(call.said)
+def _say_added(case: Case, call: CollectiveCall, node_id: int, last: bool, axes: Mask) -> None:
+    node, names = case.trace.nodes[node_id], named(call.axis_name)
     left, right = (node.site.sides if node.site else None) or ("...", "...")
     term = right if last else left
     fix = f"shardfn.psum({left if last else right}, {names})"
-    alike = case.types.along[node.parents[last]] & axes
-    once = f"shardfn.pmean({term}, {names})" if alike else term
+    varying_axes = case.types.along[node.parents[last]] & axes
+    once = f"shardfn.pmean({term}, {names})" if varying_axes else term
     fix = f"{fix} {_ADDS[node.op]} {once}" if last else f"{once} {_ADDS[node.op]} {fix}"
-    certain = not alike and bool(case.types.depends[node.parents[last]] & case.asked)  # its gradient is a part, too
+    # Then its gradient is a part, too.
+    certain = not varying_axes and bool(case.types.depends[node.parents[last]] & case.requested)
     case.add(
-        at, "sum" if certain else "whole", axes, "", call.site, fix,
+        node_id, "sum" if certain else "whole", axes, "", call.site, fix,
         f"psum along {names}{line(call.site)} is given a sum{line(node.site)} of what varies and of a term that is the "
         f"same on all ranks along {case.named(axes)}, {term}: that term is in it {case.size(axes)} times. "
         f"Write: {fix}",
     )  # fmt: skip
 
 
-def _meets(case: Case, at: int, own: int, term: int, bit: Mask) -> bool:
+def _meets(case: Case, node_id: int, local_term: int, term: int, bit: Mask) -> bool:
     """Whether a term that all ranks share is added to a term that is this rank's part."""
     types, nodes = case.types, case.trace.nodes
-    if not types.along[own] & bit or case.same(own, bit) or nodes[own].like != nodes[at].like:
+    if not types.along[local_term] & bit or case.same(local_term, bit) or nodes[local_term].like != nodes[node_id].like:
         return False
     if types.along[term] & bit and not case.same(term, bit):
         return False
     trained = bool(types.depends[term] & union(map(case.differentiated, case.trace.gradients())))
-    return trained if case.is_number(own) else bool(types.declared[term]) and _is_partial(case, own, bit)
+    return trained if case.is_number(local_term) else bool(types.declared[term]) and _is_partial(case, local_term, bit)
 
 
-def _is_partial(case: Case, at: int, bit: Mask) -> bool:
-    """Whether a value is a product over a dimension that is cut between ranks, and so has to be summed."""
+def _is_partial(case: Case, node_id: int, bit: Mask) -> bool:
+    """Whether a value is a product over a sharded dimension, and so has to be summed over ranks."""
     nodes = case.trace.nodes
-    while nodes[at].op in SCALES and nodes[at].op not in _SUMS_UP:
-        varying = [p for p in nodes[at].parents if case.types.along[p] & bit]
+    while nodes[node_id].op in SCALES and nodes[node_id].op not in _SUMS_UP:
+        varying = [p for p in nodes[node_id].parents if case.types.along[p] & bit]
         if len(varying) != 1:
             break
-        at = varying[0]
-    return nodes[at].op in PRODUCTS and sum(bool(case.types.along[p] & bit) for p in nodes[at].parents) == 2
+        node_id = varying[0]
+    return nodes[node_id].op in PRODUCTS and sum(bool(case.types.along[p] & bit) for p in nodes[node_id].parents) == 2
 
 
-def _terms(case: Case, at: int) -> Iterator[int]:
+def _terms(case: Case, end: int) -> Iterator[int]:
     """Yields the additions from which a value was made, with nothing but scaling after them."""
     nodes = case.trace.nodes
 
-    def onward(at: int) -> list[int]:
-        node = nodes[at]
+    def followed_parents(child: int) -> list[int]:
+        node = nodes[child]
         scales = node.op in SCALES and node.op not in _SUMS_UP and node.effect == "union" and not node.root
         return [p for p in node.parents if scales and nodes[p].like == node.like]
 
-    return (k for k in reached([at], onward) if nodes[k].op in _ADDS and len(nodes[k].parents) == 2)
+    return (i for i in reached([end], followed_parents) if nodes[i].op in _ADDS and len(nodes[i].parents) == 2)
 
 
 def _weighed(case: Case, call: CollectiveCall, axes: Mask) -> bool:
-    """Whether the argument of a sum over ranks, or its result, is or may be divided by the number of ranks."""
+    """Whether the argument or result of a sum over ranks may be divided by their number."""
     return may_be(case, call.node, axes) or _divided_later(case, call, axes)
 
 
@@ -350,19 +353,19 @@ def _divided_later(case: Case, call: CollectiveCall, axes: Mask) -> bool:
 
     later = [e for e in case.trace.gradients() if e.end > total]
     return scaled_later(case, [total], total + 1, enough, other_means) or any(
-        scaled_later(case, [at for _, at in e.pairs], e.end, enough, other_means) for e in later
+        scaled_later(case, [gradient_id for _, gradient_id in e.pairs], e.end, enough, other_means) for e in later
     )
 
 
 def _own_mean(case: Case, call: CollectiveCall, axes: Mask) -> bool:
-    """Whether a `pmean` averages means of each rank's own, so that its division is not for an earlier sum."""
+    """Whether a `pmean` averages local means, so that its division is not for an earlier sum."""
     mean = case.types.mean[call.node]
     return mean >= 0 and any(not case.same(mean, b) for b in bits_of(axes & case.types.along[mean]))
 
 
-def rows(case: Case, at: int) -> Mask:
+def rows(case: Case, node_id: int) -> Mask:
     """Returns the axes along which a value is made of this rank's rows alone."""
-    return sum(bit for bit in bits_of(case.types.along[at]) if case.of_rows(bit)[at] == OWN_ROWS)
+    return sum(bit for bit in bits_of(case.types.along[node_id]) if case.of_rows(bit)[node_id] == OWN_ROWS)
 
 
 def _by_parts(case: Case, mean: int) -> bool:
@@ -371,36 +374,36 @@ def _by_parts(case: Case, mean: int) -> bool:
     if nodes[mean].op == "mean" and any(types.rows[p] for p in nodes[mean].parents):
         return True
 
-    def varying(at: int) -> list[int]:
-        return [p for p in nodes[at].parents if any(not case.same(p, b) for b in bits_of(types.along[p]))]
+    def varying(child: int) -> list[int]:
+        return [p for p in nodes[child].parents if any(not case.same(p, b) for b in bits_of(types.along[p]))]
 
-    path = reached([] if case.asked else [mean], varying)
-    return any(nodes[at].op in PRODUCTS and len(varying(at)) > 1 for at in path)
+    path = reached([] if case.requested else [mean], varying)
+    return any(nodes[node_id].op in PRODUCTS and len(varying(node_id)) > 1 for node_id in path)
 
 
 def _sum_of(case: Case, call: CollectiveCall) -> int | None:
     """Returns the node of the sum's result."""
-    return case.given.get(("psum", call.node, call.site))
+    return case.first_results.get(("psum", call.node, call.site))
 
 
 def _averaged(case: Case, call: CollectiveCall) -> int | None:
     """Returns the node at which `pmean` divides by the number of ranks."""
     total = _sum_of(case, call)
-    return None if total is None else case.only.get(total)
+    return None if total is None else case.only_child.get(total)
 
 
 def _scaled(case: Case, start: int) -> Iterator[tuple[int, float]]:
-    """Yields what is made from a value by the user's own numeric factors, with the product of their divisors."""
+    """Yields the values made from a value by scaling, each with the product of the user's divisors."""
     factors = {start: 1.0}
-    for at, node in enumerate(case.trace.nodes[start + 1 :], start + 1):
+    for node_id, node in enumerate(case.trace.nodes[start + 1 :], start + 1):
         own_factors = [factors[p] for p in node.parents if p in factors]
         if own_factors and node.op in SCALES and not node.backward:
-            factors[at] = own_factors[0] * (node.number or 1.0 if node.own else 1.0)
-            yield at, factors[at]
+            factors[node_id] = own_factors[0] * (node.number or 1.0 if node.own else 1.0)
+            yield node_id, factors[node_id]
 
 
 def _counts(rows: tuple[int, ...], ranks: int) -> set[float]:
-    """Returns the numbers that can only be a count of this rank's rows or of elements in them."""
+    """Returns the numbers that can only be a count of the local rows or of their elements."""
     sizes = [b // a for a, b in itertools.pairwise(rows) if a]
     features = {math.prod(sizes[i:j]) for i in range(len(sizes)) for j in range(i + 1, len(sizes) + 1)}
     return {float(n) for n in rows if n > 1} - {float(n * ranks) for n in (1, *rows)} - set(map(float, features))
@@ -411,25 +414,25 @@ _ONCE = ("pvary", "local_slice")
 
 
 def misplaced(case: Case, call: CollectiveCall) -> None:
-    """Sums of invariant values, `pvary` of varying ones, and means of means over different numbers of rows."""
-    along = case.types.along[call.node]
+    """Reports sums of invariant values, `pvary` of varying ones, and means of means over uneven rows."""
+    varying_axes = case.types.along[call.node]
     mixes = call.name in (*_SUMS, "pmax", "pmin")
     flat = (call.pieces or case.pieces(call.node)) & call.axes if mixes else 0
     pieces = flat or (case.scattered(call.node) & call.axes if mixes else 0)
     if pieces:
-        names, what = case.named(pieces), "flat shards" if flat else "gradients of pieces"
+        names, kind = case.named(pieces), "flat shards" if flat else "gradients of pieces"
         fix = f"leave {call.name} out: {case.expression(call)}"
         case.add_call(
             call, "sum", pieces, fix,
-            f"is given {what}, which are cut along {names}, and mixes up different parameters: each rank has other "
+            f"is given {kind}, which are cut along {names}, and mixes up different parameters: each rank has other "
             f"elements. Where they are gradients, they are summed already",
         )  # fmt: skip
         return
     if call.name in _SUMS and call.number is None:
-        _sum(case, call, along)
-    if call.name in _ONCE and along & call.axes and not _own(case, call):
-        twice = along & call.axes
-        valid = case.trace.names(call.axes & ~along)
+        _sum(case, call, varying_axes)
+    if call.name in _ONCE and varying_axes & call.axes and not _starts_local_state(case, call):
+        twice = varying_axes & call.axes
+        valid = case.trace.names(call.axes & ~varying_axes)
         if valid:
             fix = f"shardfn.{call.name}({case.expression(call)}, {named(valid)})"
         elif call.name == "local_slice" and case.types.backward[call.node] & twice:
@@ -443,10 +446,10 @@ def misplaced(case: Case, call: CollectiveCall) -> None:
         )  # fmt: skip
 
 
-def _own(case: Case, call: CollectiveCall) -> bool:
-    """Whether `pvary` is given what nothing declares, and no backward pass comes back through it.
+def _starts_local_state(case: Case, call: CollectiveCall) -> bool:
+    """Whether `pvary` takes an undeclared value, and no backward pass goes through it.
 
-    So begin values of each rank's own, which are the same at first, and are not once a run is resumed.
+    Such are the initial values of per-rank state, which are the same at first, and differ once a run is resumed.
     """
     if call.name != "pvary" or call.backward or case.trace.outer:
         return False
@@ -457,28 +460,28 @@ def _own(case: Case, call: CollectiveCall) -> bool:
     return not comes_back and all(root.root == "input" and root.effect != "exactly" for root in roots)
 
 
-def _summed_before(case: Case, at: int, missing: Mask) -> bool:
+def _summed_before(case: Case, node_id: int, missing: Mask) -> bool:
     """Whether a value is already a sum over ranks, without a division that may be by their number."""
-    nodes, by = case.trace.nodes, case.divisors(at)
-    while nodes[at].op in SCALES and nodes[at].op != "psum" and len(nodes[at].parents) == 1:
-        at = nodes[at].parents[0]
-    return nodes[at].op == "psum" and bool(nodes[at].axes & missing) and not by
+    nodes, divisors = case.trace.nodes, case.divisors(node_id)
+    while nodes[node_id].op in SCALES and nodes[node_id].op != "psum" and len(nodes[node_id].parents) == 1:
+        node_id = nodes[node_id].parents[0]
+    return nodes[node_id].op == "psum" and bool(nodes[node_id].axes & missing) and not divisors
 
 
-def _sum(case: Case, call: CollectiveCall, along: Mask) -> None:
-    missing, types = call.axes & ~along, case.types
-    given = case.expression(call)
+def _sum(case: Case, call: CollectiveCall, varying_axes: Mask) -> None:
+    missing, types = call.axes & ~varying_axes, case.types
+    argument = case.expression(call)
     matters = call.name != "pmean" or bool(types.depends[call.node] and not types.gradient[call.node])
     certain = (types.declared[call.node] or call.backward) and not types.guessed[call.node]
     if missing and matters and (certain or _summed_before(case, call.node, missing)):
-        varying = case.trace.names(call.axes & along)
-        other_axes = case.trace.names(along & ~call.axes & ~(call.pieces or case.pieces(call.node)))
+        varying = case.trace.names(call.axes & varying_axes)
+        other_axes = case.trace.names(varying_axes & ~call.axes & ~(call.pieces or case.pieces(call.node)))
         times = case.size(missing)
         instead = varying or other_axes
         fix = (
-            f"shardfn.{call.name}({given}, {named(instead)})" if instead
-            else f"shardfn.local_slice({given}, {named(call.said)})" if call.name == "reduce_scatter"
-            else f"leave {call.name} out: {given}"
+            f"shardfn.{call.name}({argument}, {named(instead)})" if instead
+            else f"shardfn.local_slice({argument}, {named(call.axis_name)})" if call.name == "reduce_scatter"
+            else f"leave {call.name} out: {argument}"
         )  # fmt: skip
         effect = (
             f"divides its derivative by {times}" if call.name == "pmean"
@@ -490,7 +493,7 @@ def _sum(case: Case, call: CollectiveCall, along: Mask) -> None:
     mean = types.mean[call.node]
     uneven = case.compared.counts.get(mean, 0) & call.axes if mean >= 0 and call.own else 0
     if uneven:
-        axis = named(call.said)
+        axis = named(call.axis_name)
         case.add_call(
             call, "means", uneven, f"shardfn.psum(total, {axis}) / shardfn.psum(count, {axis})",
             f"is given means, made{line(case.trace.nodes[mean].site)}, over numbers of rows that differ between ranks "

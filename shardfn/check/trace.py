@@ -1,4 +1,4 @@
-"""The record of a call: a node for each value, and an event for each thing that is done with one."""
+"""The record of a call: a node for each value, and an event for each use of one."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class CollectiveCall(NamedTuple):
     node: int
     site: Site | None
     number: float | None
-    said: Any
+    axis_name: Any
     own: bool
     backward: bool
     pieces: Mask = 0
@@ -177,7 +177,7 @@ class Claimed(NamedTuple):
 
 
 class Ordered(NamedTuple):
-    """Places of a sequence that is cut along some axes, in a balanced order or not.
+    """Positions of a sequence that is sharded over some axes, in a balanced order or not.
 
     Attributes:
         name: of the function: `"positions"` returned them, attention masks by them.
@@ -253,19 +253,19 @@ class Trace:
 
 
 def union(masks: Iterable[Mask]) -> Mask:
-    """Returns what is in any of these sets."""
+    """Returns the union of these sets."""
     return functools.reduce(operator.or_, masks, 0)
 
 
-def reached(starts: Iterable[int], onward: Callable[[int], Iterable[int]]) -> Iterator[int]:
-    """Yields the start nodes and all nodes reached from them by `onward`, each once."""
+def reached(starts: Iterable[int], neighbors: Callable[[int], Iterable[int]]) -> Iterator[int]:
+    """Yields the start nodes and all nodes reached from them by `neighbors`, each once."""
     pending = list(starts)
-    seen = set(pending)
+    visited = set(pending)
     while pending:
-        at = pending.pop()
-        yield at
-        new = [other for other in dict.fromkeys(onward(at)) if other not in seen]
-        seen.update(new)
+        node_id = pending.pop()
+        yield node_id
+        new = [other for other in dict.fromkeys(neighbors(node_id)) if other not in visited]
+        visited.update(new)
         pending += new
 
 
@@ -277,7 +277,7 @@ Given = dict[tuple[str, int, Site | None], int]
 def given_by(trace: Trace) -> Given:
     """Returns the first result of each such collective, by its name, the node of its argument, and its line."""
     results: Given = {}
-    for at, node in enumerate(trace.nodes):
+    for node_id, node in enumerate(trace.nodes):
         if node.op in JOINING and len(node.parents) == 1:
-            results.setdefault((node.op, node.parents[0], node.site), at)
+            results.setdefault((node.op, node.parents[0], node.site), node_id)
     return results

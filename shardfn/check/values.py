@@ -33,7 +33,7 @@ class _Owner(weakref.ref[Any]):
 
 @dataclass(slots=True, eq=False)
 class _StorageState:
-    """The state of a storage: the node of its whole contents, a count of writes, and the layout of a flat shard.
+    """The state of a storage: the node of its full contents, a write count, and a flat shard's layout.
 
     Attributes:
         owner: weak reference to the storage.
@@ -90,13 +90,13 @@ class Values:
         """Returns the node of a plain tensor's current value."""
         memory = self._memory(x)
         if memory is None:
-            return self._found(x)
+            return self._add_unrecorded(x)
         entry = memory.tensors.get(id(x))
         current = entry is not None and entry[0]() is x and entry[2] == memory.stamp
         node = entry[1] if entry is not None and current else memory.node
-        return self._found(x) if node == UNKNOWN else node
+        return self._add_unrecorded(x) if node == UNKNOWN else node
 
-    def _found(self, x: Tensor) -> int:
+    def _add_unrecorded(self, x: Tensor) -> int:
         """Adds a node for a value whose origin was not recorded."""
         return self.closure(x, x.requires_grad and ordinary(x))
 
@@ -104,42 +104,42 @@ class Values:
         """Adds a node for a tensor that is closed over, and that something outside may differentiate."""
         site, trace = self.site(), self.trace
         backward = autograd.inside_backward()
-        at = self.add(Node("closed over", (), site, root="closure", backward=backward, like=like_of(x)))
+        node_id = self.add(Node("closed over", (), site, root="closure", backward=backward, like=like_of(x)))
         if differentiated and not backward:
-            node, trace.closed = trace.nodes[at], True
+            node, trace.closed = trace.nodes[node_id], True
             node.variable = 1 << len(trace.variables)
             path = f"a tensor of shape {list(x.shape)} that is closed over{f' at {site}' if site else ''}"
-            trace.variables.append(Variable(path, trace.everywhere, at))
+            trace.variables.append(Variable(path, trace.everywhere, node_id))
         if callsites.caller() == "user":
-            self.note(self.evidence, at, site, hash((1, *like_of(x)[0])), x)
+            self.note(self.evidence, node_id, site, hash((1, *like_of(x)[0])), x)
         memory = self._memory(x)
         if memory is None:
-            self.keep(x, at)
+            self.keep(x, node_id)
             if ordinary(x) and not _covers(x):
                 self._memories[id(_owner(x))].node = UNKNOWN
         else:
-            memory.tensors[id(x)] = weakref.ref(x), at, memory.stamp
-        return at
+            memory.tensors[id(x)] = weakref.ref(x), node_id, memory.stamp
+        return node_id
 
     def filled(self, x: Tensor) -> None:
         """Records that something other than an op has written to a tensor."""
-        self.keep(x, UNKNOWN, written=True, whole=True)
+        self.keep(x, UNKNOWN, written=True, full=True)
 
-    def forget(self) -> None:
+    def clear_memory(self) -> None:
         """Forgets all memory when the call is over, since it may be reused."""
         self._memories.clear()
         self._freed.clear()
 
     def lengths(self) -> list[int]:
         """Returns the lengths of the record's lists."""
-        return [len(entries) for entries in self._taken()]
+        return [len(entries) for entries in self._record_lists()]
 
     def cut(self, lengths: Sequence[int]) -> None:
         """Cuts the record's lists back to these lengths."""
-        for entries, length in zip(self._taken(), lengths, strict=True):
+        for entries, length in zip(self._record_lists(), lengths, strict=True):
             del entries[length:]
 
-    def _taken(self) -> list[list[Any]]:
+    def _record_lists(self) -> list[list[Any]]:
         trace = self.trace
         return [trace.nodes, trace.variables, trace.events, self.evidence, self.counts, self.watched]
 
@@ -163,7 +163,7 @@ class Values:
         new_memory = self._memories[reference.number] = _StorageState(reference, node)
         return new_memory
 
-    def keep(self, x: Tensor, node: int, written: bool = False, whole: bool = False) -> None:
+    def keep(self, x: Tensor, node: int, written: bool = False, full: bool = False) -> None:
         """Sets a tensor's value to a node from now on."""
         memory = self._memory(x)
         if memory is None:
@@ -171,7 +171,7 @@ class Values:
         elif written:
             memory.stamp += 1
             memory.stretches = ()
-            covers = whole and _covers(x)
+            covers = full and _covers(x)
             if node == UNKNOWN:
                 memory.node = UNKNOWN
             elif covers or memory.node in (node, UNKNOWN):
@@ -180,12 +180,14 @@ class Values:
                 memory.node = self.add(Node("written in part", (memory.node, node), self.site()))
         memory.tensors[id(x)] = weakref.ref(x), node, memory.stamp
 
-    def note(self, entries: list[Evidence], at: int, site: callsites.Site | None, digest: int, seen: Any) -> None:
+    def note(
+        self, entries: list[Evidence], node_id: int, site: callsites.Site | None, digest: int, content: Any
+    ) -> None:
         """Has ranks compare a number, or the bits of a tensor; `entries` are `evidence`, `counts` or `watched`."""
-        if isinstance(seen, Tensor):
+        if isinstance(content, Tensor):
             with quietly():
-                seen = 0 if seen.is_meta else bits(seen)
-        entries.append(Evidence(self.key(site, digest), at, seen))
+                content = 0 if content.is_meta else bits(content)
+        entries.append(Evidence(self.key(site, digest), node_id, content))
 
     def add(self, node: Node) -> int:
         """Adds a node and returns its index."""
@@ -214,10 +216,10 @@ class Values:
         begin = x.storage_offset()
         for start, stop, axes in memory.stretches:
             if start <= begin and begin + x.numel() <= stop:
-                whole = self.trace.nodes[node]
-                part = Node("part", (node,), whole.site, "exactly", axes, "input", whole.backward, whole.records)
-                part.like = like_of(x)
-                return self.add(part)
+                base = self.trace.nodes[node]
+                piece = Node("part", (node,), base.site, "exactly", axes, "input", base.backward, base.records)
+                piece.like = like_of(x)
+                return self.add(piece)
         return node
 
 

@@ -87,76 +87,77 @@ def varying(trace: Trace, differs: Mapping[int, Mask]) -> Varying:
         differs: for values known by their bits, the axes along which these differ between ranks.
     """
     types = Varying()
-    gradients = {at: of for event in trace.events if isinstance(event, Gradient) for of, at in event.pairs}
-    for at, node in enumerate(trace.nodes):
-        _type(types, trace, at, node, differs.get(at, 0))
-        of = gradients.get(at)
-        if of is not None:
-            types.gradient[at] |= trace.nodes[of].variable | types.holds[of]
+    pairs = [pair for event in trace.events if isinstance(event, Gradient) for pair in event.pairs]
+    variable_of = {gradient_id: variable_id for variable_id, gradient_id in pairs}
+    for node_id, node in enumerate(trace.nodes):
+        _type(types, trace, node_id, node, differs.get(node_id, 0))
+        variable_id = variable_of.get(node_id)
+        if variable_id is not None:
+            types.gradient[node_id] |= trace.nodes[variable_id].variable | types.holds[variable_id]
     return types
 
 
-def _type(types: Varying, trace: Trace, at: int, node: Node, differs: Mask) -> None:
-    parents, count = node.parents, len(trace.axes)
-    along = union(types.along[p] for p in parents) | differs
+def _type(types: Varying, trace: Trace, node_id: int, node: Node, differs: Mask) -> None:
+    parents, num_axes = node.parents, len(trace.axes)
+    axes = union(types.along[p] for p in parents) | differs
     match node.effect:
         case "plus":
-            along |= node.axes
+            axes |= node.axes
         case "minus":
-            along &= ~node.axes
+            axes &= ~node.axes
         case "exactly":
-            along = node.axes | differs
-    types.along.append(along)
-    _explain(types, trace, at, node, along, differs)
+            axes = node.axes | differs
+    types.along.append(axes)
+    _explain(types, trace, node_id, node, axes, differs)
     followed = node.records and not (node.effect == "exactly" and node.root == "")
     through = parents if node.records and node.root != "parameter" else ()
     depends = node.variable | union(types.depends[p] for p in through)
     types.depends.append(depends)
-    own = 0
+    sum_bit = 0
     if node.effect == "minus" and node.op in JOINING and node.records and not node.backward and depends:
-        own = 1 << len(trace.variables) + len(types.sums)
-        types.sums.append(at)
-    free, met, updated = [], [], []
-    for k in range(count):
-        bit = 1 << k
-        remaining = 0 if along & bit else node.variable | (own if node.axes & bit else 0)
+        sum_bit = 1 << len(trace.variables) + len(types.sums)
+        types.sums.append(node_id)
+    free_by_axis, met_by_axis, updated_by_axis = [], [], []
+    for axis in range(num_axes):
+        bit = 1 << axis
+        remaining = 0 if axes & bit else node.variable | (sum_bit if node.axes & bit else 0)
         met_here, fresh = 0, 0
         if followed and node.root != "parameter":
             for p in parents:
-                met_here |= types.met[p][k]
+                met_here |= types.met[p][axis]
                 if not types.along[p] & bit:
-                    if along & bit:
-                        fresh |= types.free[p][k]
+                    if axes & bit:
+                        fresh |= types.free[p][axis]
                     else:
-                        remaining |= types.free[p][k]
+                        remaining |= types.free[p][axis]
         if fresh and not (node.effect == "plus" and node.about == "I"):
             for variable in bits_of(fresh & ~met_here):
-                types.first.setdefault((k, variable), at)
+                types.first.setdefault((axis, variable), node_id)
             met_here |= fresh
-        if along & bit and node.effect == "union" and not node.backward:
+        if axes & bit and node.effect == "union" and not node.backward:
             for p in parents:
                 for variable in bits_of(0 if types.along[p] & bit else types.holds[p]):
-                    types.touched.setdefault((k, variable), at)
-        free.append(remaining)
-        met.append(met_here)
-        updated.append(_updated(types, trace, node, parents, bit, k, along))
-    types.free.append(tuple(free))
-    types.met.append(tuple(met))
-    types.updated.append(tuple(updated))
+                    types.touched.setdefault((axis, variable), node_id)
+        free_by_axis.append(remaining)
+        met_by_axis.append(met_here)
+        updated_by_axis.append(_updated(types, trace, node, parents, bit, axis, axes))
+    types.free.append(tuple(free_by_axis))
+    types.met.append(tuple(met_by_axis))
+    types.updated.append(tuple(updated_by_axis))
 
 
-def _explain(types: Varying, trace: Trace, at: int, node: Node, along: Mask, differs: Mask) -> None:
+def _explain(types: Varying, trace: Trace, node_id: int, node: Node, axes: Mask, differs: Mask) -> None:
     """Appends the facts that do not depend on the axis."""
     parents = node.parents
-    backward = along if node.backward else 0
+    backward = axes if node.backward else 0
     declared = node.root in ("input", "parameter") and node.effect == "exactly"
     guessed = node.root in ("closure", "random") or (node.root == "input" and node.effect != "exactly")
     holds, gradient, mean, total = node.variable, 0, -1, -1
     rows: tuple[int, ...] = ()
     divisors: tuple[tuple[float, Mask], ...] = ()
-    counted = types.counted[at] = _counted(types, trace, node) if scales(node) and parents else 0
+    counted = types.counted[node_id] = _counted(types, trace, node) if scales(node) and parents else 0
     for p in parents:
-        backward |= types.backward[p] & along & ~exchanged(node)
+        backward |= types.backward[p] & axes & ~exchanged(node)
         declared = declared or types.declared[p]
         guessed = guessed or types.guessed[p]
         gradient |= types.gradient[p]
@@ -166,24 +167,24 @@ def _explain(types: Varying, trace: Trace, at: int, node: Node, along: Mask, dif
             rows = rows or types.rows[p]
             divisors = divisors or types.divisors[p]
             total = max(total, types.total[p])
-    means = [p for p in parents if types.mean[p] >= 0] if node.op in SCALES else []
-    if means:  # of several terms take one that varies, and the least scaled
-        chief = min(means, key=lambda p: (not types.along[p], len(types.divisors[p])))
+    mean_parents = [p for p in parents if types.mean[p] >= 0] if node.op in SCALES else []
+    if mean_parents:  # of several terms take one that varies, and the least scaled
+        chief = min(mean_parents, key=lambda p: (not types.along[p], len(types.divisors[p])))
         mean, divisors = types.mean[chief], types.divisors[chief]
     if node.number is not None:
         divisors = (*divisors[-_MOST:], (abs(node.number), counted))
     elif scales(node) and any(is_number(trace.nodes[p]) for p in parents):
         divisors = (*divisors[-_MOST:], (math.inf, counted))
     if node.op in MEANS and node.count:
-        mean = at
+        mean = node_id
     elif node.op == "psum" and not node.backward and node.like is not None and node.like[0] == ():
-        total = at
+        total = node_id
     elif node.rows:
         rows = node.rows
     elif (node.number is not None or node.op in ("div", "div_")) and _divides(
         types, trace, node, rows if mean < 0 else ()
     ):
-        mean = at
+        mean = node_id
     elif scales(node) and (differs or (node.op == "mul" and sum(types.along[p] > 0 for p in parents) == 2)):
         mean, rows = -1, ()  # weighted by this rank's own values, so no plain mean or sum any more
     types.backward.append(backward)
@@ -192,13 +193,13 @@ def _explain(types: Varying, trace: Trace, at: int, node: Node, along: Mask, dif
     types.holds.append(holds)
     types.gradient.append(gradient)
     types.mean.append(mean)
-    types.divisors.append(() if mean == at else divisors)
+    types.divisors.append(() if mean == node_id else divisors)
     types.rows.append(rows)
     types.total.append(total)
 
 
 def exchanged(node: Node) -> Mask:
-    """Returns the axes along which a line of a forward pass exchanged values, so that no rank has only its own."""
+    """Returns the axes along which an op of a forward pass exchanged values between ranks."""
     return node.axes if node.effect == "plus" and node.op != "pvary" and not node.backward else 0
 
 
@@ -208,16 +209,16 @@ def scales(node: Node) -> bool:
 
 
 def _counted(types: Varying, trace: Trace, node: Node) -> Mask:
-    """Returns the axes whose ranks a division counts, as those of `pmean` and by results of `psum` do; 0 if unknown."""
+    """Returns the axes whose ranks a division counts, as that of `pmean` does; 0 if unknown."""
     if node.number is not None:
         total = trace.nodes[node.parents[0]]
         names = trace.names(total.axes)
         by_ranks = total.op == "psum" and node.number == math.prod(trace.axes[name] for name in names)
         return total.axes if by_ranks else 0
-    axes, at = 0, types.total[node.parents[-1]] if node.op.startswith("div") and len(node.parents) == 2 else -1
-    while at >= 0:
-        axes |= trace.nodes[at].axes
-        at = types.total[trace.nodes[at].parents[0]]
+    axes, total_id = 0, types.total[node.parents[-1]] if node.op.startswith("div") and len(node.parents) == 2 else -1
+    while total_id >= 0:
+        axes |= trace.nodes[total_id].axes
+        total_id = types.total[trace.nodes[total_id].parents[0]]
     return axes
 
 
@@ -227,7 +228,7 @@ def is_number(node: Node) -> bool:
 
 
 def _divides(types: Varying, trace: Trace, node: Node, rows: tuple[int, ...]) -> bool:
-    """Whether a division turns a sum over this rank's rows, or over those of several ranks, into a mean."""
+    """Whether a division turns a sum over local rows, or over rows of several ranks, into a mean."""
     if node.number is not None:
         return node.number > 1 and node.number in rows
     if len(node.parents) != 2 or node.like is None or node.like[0]:
@@ -237,15 +238,17 @@ def _divides(types: Varying, trace: Trace, node: Node, rows: tuple[int, ...]) ->
     return bool(types.along[a] & types.along[b]) or (len(sums) == 2 and sums[0] == sums[1])
 
 
-def _updated(types: Varying, trace: Trace, node: Node, parents: tuple[int, ...], bit: Mask, k: int, along: Mask) -> int:
-    if not along & bit & ~exchanged(node):
+def _updated(
+    types: Varying, trace: Trace, node: Node, parents: tuple[int, ...], bit: Mask, axis: int, axes: Mask
+) -> int:
+    if not axes & bit & ~exchanged(node):
         return 0
     larger = [p for p in parents if is_number(trace.nodes[p]) or not is_number(node)]  # their norm is no new value
-    updated = union(types.updated[p][k] for p in larger)
+    updated = union(types.updated[p][axis] for p in larger)
     by = [p for p in parents if types.backward[p] & bit and not node.backward]
     if by:  # a difference of a rank's own new value and the old one is no new value
-        own = union(types.holds[p] for p in by)
-        updated |= union(types.holds[p] for p in larger if not types.along[p] & bit) & ~own
+        new_values = union(types.holds[p] for p in by)
+        updated |= union(types.holds[p] for p in larger if not types.along[p] & bit) & ~new_values
     return updated
 
 
@@ -292,7 +295,7 @@ def typeof(x: Tensor) -> str:
         ``print(sf.typeof(loss))``
     """
     if not isinstance(x, Tensor):
-        raise TypeError(f"typeof takes a tensor, not {type(x).__name__}")
+        raise TypeError(f"typeof: x must be a tensor, got {type(x).__name__}")
     short = _SHORT.get(x.dtype, str(x.dtype).removeprefix("torch."))
     text = f"{short}[{', '.join(map(str, x.shape))}]"
     recorder = recording.current()

@@ -183,9 +183,9 @@ def contents(state: Any, *, shared: bool) -> Contents:
                 f"{name} is part of what torch_optimizer made, which is for save: load_torch_optimizer(path, state) "
                 f"reads it"
             )
-        node, number = (leaf.node, leaf.number) if type(leaf) is Single else (leaf, None)
+        node, index = (leaf.node, leaf.number) if type(leaf) is Single else (leaf, None)
         if is_unit(node) and not (isinstance(node.values, Tensor) and lack(node.values)):
-            _add_flat(result, tokens, node, shared, by_rank, number)
+            _add_flat(result, tokens, node, shared, by_rank, index)
             continue
         if type(leaf) is Blocks and isinstance(leaf.values, Tensor) and not lack(leaf.values):
             _add_blocks(result, tokens, leaf, shared, by_rank)
@@ -197,8 +197,8 @@ def contents(state: Any, *, shared: bool) -> Contents:
             leaf = leaf.values
         if isinstance(leaf, torch.Generator):
             leaf, by_rank = leaf.get_state(), True
-        if isinstance(leaf, Tensor) and (why := lack(leaf)):
-            unsupported.append(f"{name} is a tensor {why}")
+        if isinstance(leaf, Tensor) and (problem := lack(leaf)):
+            unsupported.append(f"{name} is a tensor {problem}")
             continue
         if isinstance(leaf, Tensor) and not is_dtensor(leaf):
             _add_name(result, name, tokens)
@@ -308,22 +308,22 @@ def _add_flat(
     if node.values is None:
         return
     names, values, rank = {}, node.values.detach(), process_groups.global_rank()
-    for number, keys in (_keys(tokens, node) if single is None else {single: tokens}).items():
-        name = names[number] = _name(keys)
+    for index, keys in (_keys(tokens, node) if single is None else {single: tokens}).items():
+        name = names[index] = _name(keys)
         _add_name(result, name, keys)
-        packed = layout.packed_at(number)
-        result.tensors[name] = TensorType(values.dtype, layout.whole_shape(number), packed.meant if packed else "")
-        _add_copy(result, name, layout, number, by_rank)
+        packed = layout.packed_at(index)
+        result.tensors[name] = TensorType(values.dtype, layout.whole_shape(index), packed.meant if packed else "")
+        _add_copy(result, name, layout, index, by_rank)
         if packed is not None:
             result.packed[name] = packed
-    copies = {number: result.copies[name] for number, name in names.items() if name in result.copies}
-    for number, low, high, at in layout.cuts_of(rank) if copies else ():
-        if number in copies:
-            copies[number].parts.append(values[at - first : at - first + high - low])
-    for number, box, at in _cut(layout, rank, shared and not by_rank, values.element_size(), most_of(values)):
-        if number in names:
-            part = values[at - first : at - first + box.numel].view(box.sizes)
-            result.boxes.append(LocalBox(names[number], box, part))
+    copies = {index: result.copies[name] for index, name in names.items() if name in result.copies}
+    for index, start, stop, offset in layout.cuts_of(rank) if copies else ():
+        if index in copies:
+            copies[index].parts.append(values[offset - first : offset - first + stop - start])
+    for index, box, offset in _cut(layout, rank, shared and not by_rank, values.element_size(), most_of(values)):
+        if index in names:
+            part = values[offset - first : offset - first + box.numel].view(box.sizes)
+            result.boxes.append(LocalBox(names[index], box, part))
 
 
 def _add_blocks(result: Contents, tokens: tuple[Any, ...], node: Blocks, shared: bool, by_rank: bool) -> None:
@@ -365,21 +365,21 @@ def _inside(layout: Layout) -> list[tuple[Any, ...]]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _cut(layout: Layout, rank: int, shared: bool, width: int, most: int) -> list[tuple[int, Box, int]]:
-    """A rank's piece as boxes of at most `most` bytes: parameter number, box, and offset in the piece, for each."""
-    numbers = {entry.path: number for number, entry in enumerate(layout.entries)}
+def _cut(layout: Layout, rank: int, shared: bool, width: int, max_bytes: int) -> list[tuple[int, Box, int]]:
+    """A rank's piece as boxes of at most `max_bytes`: parameter index, box, and offset in the piece, for each."""
+    numbers = {entry.path: index for index, entry in enumerate(layout.entries)}
     begin = layout.index(rank) * layout.piece
     cuts = []
     for part in layout.ranges(rank):
-        entry, low, high = layout.entries[numbers[part.path]], part.start, part.stop
+        entry, start, stop = layout.entries[numbers[part.path]], part.start, part.stop
         if shared:
-            low, high = _share(layout, numbers[part.path], rank, low, high, width)
+            start, stop = _share(layout, numbers[part.path], rank, start, stop, width)
         if entry.numel == 0:
             if layout.grid.index(rank, layout.same_axes(numbers[part.path])) == 0:
                 cuts.append((numbers[part.path], whole(entry.shape), 0))
             continue
-        offset = entry.offset - begin + low
-        for box in steps(whole(entry.shape), most // width, low, high):
+        offset = entry.offset - begin + start
+        for box in steps(whole(entry.shape), max_bytes // width, start, stop):
             cuts.append((numbers[part.path], box.moved(part.corner), offset))
             offset += box.numel
     return cuts

@@ -25,7 +25,7 @@ BLOCKS, BLOCK = 16, 2**14  # number of blocks of a file that are sampled, and th
 
 
 class Flaw(Exception):
-    """What is wrong with a part of a file; the caller adds which file and part."""
+    """A fault in a part of a file; the caller adds the file and the part."""
 
 
 @contextlib.contextmanager
@@ -128,8 +128,8 @@ class Item(io.RawIOBase):
 
     def readinto(self, target: bytearray | memoryview) -> int:  # type: ignore[override]
         """Reads up to `len(target)` bytes; returns how many."""
-        room = memoryview(target)[: max(0, self._length - self._at)]
-        count = os.preadv(self._descriptor, [room], self._offset + self._at) if room else 0
+        buffer = memoryview(target)[: max(0, self._length - self._at)]
+        count = os.preadv(self._descriptor, [buffer], self._offset + self._at) if buffer else 0
         self._at += count
         return count
 
@@ -168,7 +168,7 @@ def checked(
     Raises:
         Flaw: it cannot be read, or records do not match their checksums.
     """
-    mismatches, others = [], 0
+    mismatches, num_other_records = [], 0
     try:
         with zipfile.ZipFile(io.BufferedReader(Item(descriptor, offset, length))) as archive:
             records = archive.infolist()
@@ -177,7 +177,7 @@ def checked(
             for info in records:
                 if "/data/" in info.filename and info.filename not in own_share:
                     continue
-                others += "/data/" not in info.filename
+                num_other_records += "/data/" not in info.filename
                 try:
                     with archive.open(info) as record:
                         while record.read(STEP):
@@ -186,7 +186,7 @@ def checked(
                     mismatches.append(info.filename)
     except Exception as error:  # a damaged archive raises almost anything
         raise Flaw(f"it cannot be read: {error}") from error
-    if sum("/data/" not in name for name in mismatches) == others:  # all mismatch: there are no checksums
+    if sum("/data/" not in name for name in mismatches) == num_other_records:  # all mismatch: there are no checksums
         return {}
     if mismatches:
         raise Flaw(f"its own checksum does not fit, in {listed(mismatches)}")

@@ -66,8 +66,8 @@ class Files(Entries):
         elif isinstance(leaf, safetensors.Unknown):
             self.others[name] = leaf.kind
         else:
-            what = "a DTensor" if is_dtensor(leaf) else f"a tensor {lack(leaf)}" if isinstance(leaf, Tensor) else ""
-            self.others[name] = what or f"a {type(leaf).__name__}"
+            kind = "a DTensor" if is_dtensor(leaf) else f"a tensor {lack(leaf)}" if isinstance(leaf, Tensor) else ""
+            self.others[name] = kind or f"a {type(leaf).__name__}"
 
 
 def model_in(path: Path) -> Path | None:
@@ -106,15 +106,15 @@ class FileReader(BoxReader):
         where = safetensors.index(path) if path.suffix == ".json" else {"": path.name}
         of_torch = not all(file.endswith(".safetensors") for file in where.values())
         for file in (path.parent / name for name in sorted(set(where.values()))):
-            wanted = {name for name in where if name and path.parent / where[name] == file}
+            expected = {name for name in where if name and path.parent / where[name] == file}
             if of_torch:
                 self._checksums[file] = _compare(file, values=False)
             names = set[str]()
             for name, leaf in _of_torch(file) if of_torch else safetensors.tensors_in(file):
-                if of_torch or name in wanted or not wanted:
+                if of_torch or name in expected or not expected:
                     self.source.add(name, file, leaf)
                     names.add(name)
-            if missing := [name for name in where if name in wanted - names]:
+            if missing := [name for name in where if name in expected - names]:
                 raise CheckpointError(f"{file} has no {listed(missing)}, though {path.name} says so")
             self._places |= _places(file, [x for name, x in self.tensors.items() if name in names])
 
@@ -127,7 +127,7 @@ class FileReader(BoxReader):
         """The boxes to fill that are not empty."""
         return [target for target in targets if target.box.numel]
 
-    def check(self, wanted: Sequence[LocalBox] = ()) -> None:
+    def check(self, plan: Sequence[LocalBox] = ()) -> None:
         """Compares the checksums in files by torch.save, for this reader's share of the records.
 
         Raises:
@@ -136,10 +136,10 @@ class FileReader(BoxReader):
         for file in self._checksums:
             _compare(file, True, self._share)
 
-    def fill(self, wanted: Iterable[LocalBox]) -> None:
+    def fill(self, plan: Iterable[LocalBox]) -> None:
         """Fills each box from the tensor of its name, converting the dtype."""
         with torch.no_grad():
-            for target in wanted:
+            for target in plan:
                 x = self.tensors[target.name]
                 for box in steps(target.box, STEP // x.element_size()):
                     copying.copy_(target.values[box.within(target.box)], x[box.within(whole(x.shape))])
@@ -179,10 +179,10 @@ def _unpickled(file: Path) -> Any:
         return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
         culprit = re.search(r"[Uu]nsupported (?:global|class|operand)[^\n.]*(?:\.\w[^\n. ]*)*", str(error))
-        what = f" ({culprit[0]})" if culprit else ""
+        detail = f" ({culprit[0]})" if culprit else ""
         raise CheckpointError(
-            f"{file} holds more than tensors, numbers, strings and containers of these{what}, and loading it might run "
-            f"any program: save a module's state_dict() instead of the module; if you trust the file, read it with "
+            f"{file} holds more than tensors, numbers, strings and containers of these{detail}, and loading it might "
+            f"run any program: save a module's state_dict() instead of the module; if you trust the file, read it with "
             f"torch.load(path, weights_only=False) and save again what you need of it"
         ) from error
     except Exception as error:  # a damaged file raises almost anything

@@ -156,15 +156,15 @@ def source_of(path: Path, also: Sequence[str] = ()) -> TensorSource:
     return source
 
 
-def aside(path: Path, what: str) -> Path:
+def staging_path(path: Path, suffix: str) -> Path:
     """The hidden path at which a checkpoint is written, or waits to be replaced or deleted."""
-    return path.parent / f".{path.name}.{what}"
+    return path.parent / f".{path.name}.{suffix}"
 
 
 def publish(folder: Path, path: Path) -> None:
     """Renames a finished folder to `path`, and discards what was there before."""
     sync(folder)
-    old = aside(path, "replaced")
+    old = staging_path(path, "replaced")
     if seen(path) is not None:
         discard(old)
         path.rename(old)
@@ -174,9 +174,9 @@ def publish(folder: Path, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: Path, what: str = "writing") -> Iterator[Path]:
-    """A context that gives a path to write a file to, `what` as in `aside`; then it is synced and renamed to `path`."""
-    unfinished = aside(path, what)
+def replacing(path: Path, suffix: str = "writing") -> Iterator[Path]:
+    """A context that yields a temporary path, with a suffix, and renames the synced file to `path`."""
+    unfinished = staging_path(path, suffix)
     try:
         yield unfinished
         sync(unfinished)
@@ -213,7 +213,7 @@ def completed(folder: Path, path: Path, manifest: Manifest, keys: dict[str, tupl
 
 def restored(path: Path) -> Path:
     """The path, or the one to which its checkpoint was moved by a process that died while replacing it."""
-    old = aside(path, "replaced")
+    old = staging_path(path, "replaced")
     return old if seen(path) is None and seen(old) is not None else path
 
 
@@ -223,7 +223,7 @@ def discard(folder: Path) -> None:
     if seen(folder) is None:
         return
     if not folder.name.startswith("."):
-        doomed = aside(folder, "deleting")
+        doomed = staging_path(folder, "deleting")
         discard(doomed)
         folder = folder.rename(doomed)
     shutil.rmtree(folder)
@@ -241,11 +241,16 @@ def tidy(root: Path) -> None:
     """Deletes what dead processes left. A folder that holds any other file is assumed to be the user's, and stays."""
     for name in os.listdir(root):
         folder = root / name
-        if name[:1] == "." and folder.suffix in (".writing", ".deleting") and not folder.is_symlink() and _ours(folder):
+        if (
+            name[:1] == "."
+            and folder.suffix in (".writing", ".deleting")
+            and not folder.is_symlink()
+            and _is_ours(folder)
+        ):
             spare(folder)
 
 
-def _ours(folder: Path) -> bool:
+def _is_ours(folder: Path) -> bool:
     try:
         return folder.is_dir() and all(map(FILES.fullmatch, os.listdir(folder)))
     except OSError as error:
@@ -255,12 +260,12 @@ def _ours(folder: Path) -> bool:
 
 def older(root: Path, keep: int | None) -> list[Path]:
     """All but the newest `keep` checkpoints in a folder. Links are neither followed nor deleted."""
-    own = [path for path in checkpoints(root) if not path.is_symlink()]
-    return own[:-keep] if keep else []
+    paths = [path for path in checkpoints(root) if not path.is_symlink()]
+    return paths[:-keep] if keep else []
 
 
 def about(root: Path, ranks: int) -> dict[str, Any]:
     """Facts about a new checkpoint in this folder: number, time, ranks, torch version."""
     number = 1 + max(map(_number, manifests(root).values()), default=0)
-    made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    return {"number": number, "made": made, "ranks": ranks, "torch": torch.__version__}
+    created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return {"number": number, "made": created, "ranks": ranks, "torch": torch.__version__}

@@ -91,21 +91,21 @@ def export(
         return local_path(path, "checkpoint.export: path"), contents(params, shared=False)
 
     folder, tree = on_each_rank(started)
-    team, what = team_of(tree.grids), f"export {folder}"
+    group, task = team_of(tree.grids), f"export {folder}"
 
     def planning() -> tuple[dict[str, _Target], FileLayout]:
         _only_tensors(params, tree)
         targets = _targets(tree, names, dtype)
         return targets, planned({target.name: target.kind for target in targets.values()}, largest, metadata or {})
 
-    targets, plan = team.each(what, planning)
-    refuse_different(team, what, tree, (str(folder), repr(plan.headers)))
+    targets, plan = group.each(task, planning)
+    refuse_different(group, task, tree, (str(folder), repr(plan.headers)))
     try:
-        team.first(what, lambda: begin(folder, plan))
-        team.each(what, lambda: fill(folder, plan, turns(params, targets, team), functools.partial(_placed, targets)))
-        team.first(what, lambda: publish(folder, plan))
+        group.first(task, lambda: begin(folder, plan))
+        group.each(task, lambda: fill(folder, plan, turns(params, targets, group), functools.partial(_placed, targets)))
+        group.first(task, lambda: publish(folder, plan))
     except BaseException:
-        if team.rank == 0:
+        if group.rank == 0:
             clear(folder)
         raise
 
@@ -149,30 +149,30 @@ def import_(
         ``import_("llama", params, names=[(r"blocks\\.(\\d+)\\.q", r"layers.\\1.q_proj.weight", "T")])``
     """
     finish()
-    asked = LoadRequest("", by_rules(names), strict, ignore, converts=True)
-    filled(f"import_ {path}", path, like, asked, True, check=lambda held: _only_tensors(like, held))
+    request = LoadRequest("", by_rules(names), strict, ignore, converts=True)
+    filled(f"import_ {path}", path, like, request, True, check=lambda flat_tree: _only_tensors(like, flat_tree))
     return like
 
 
-def refuse_different(team: RankGroup, what: str, held: Contents, asked: tuple[str, str]) -> None:
+def refuse_different(group: RankGroup, task: str, flat_tree: Contents, request: tuple[str, str]) -> None:
     """Raises CheckpointError on every rank if ranks ask for different things, or hold different copies of a value."""
-    own = replicas.digests(held, plain=True)
-    mine = zlib.crc32(repr(asked).encode()), replicas.summary(own)
-    asks, places = zip(*team.gathered(mine, what), strict=True)
+    local_digests = replicas.digests(flat_tree, plain=True)
+    local_summary = zlib.crc32(repr(request).encode()), replicas.summary(local_digests)
+    asks, places = zip(*group.gathered(local_summary, task), strict=True)
     if len(set(asks)) > 1:
-        raise CheckpointError(f"{what}: ranks were given different paths, trees or rules")
-    if wrong := replicas.differing(own, places, team):
-        raise CheckpointError(f"{what}: {replicas.advice(wrong, 'keep each by checkpoint.save of ByRank(value)')}")
+        raise CheckpointError(f"{task}: ranks were given different paths, trees or rules")
+    if wrong := replicas.differing(local_digests, places, group):
+        raise CheckpointError(f"{task}: {replicas.advice(wrong, 'keep each by checkpoint.save of ByRank(value)')}")
 
 
-def refuse_options(who: str, name: str, largest: Any, dtype: Any) -> None:
+def refuse_options(caller: str, name: str, largest: Any, dtype: Any) -> None:
     """Raises TypeError or ValueError if `dtype` or the number of bytes, an option called `name`, is wrong."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"{who}: dtype={dtype!r}; pass a floating-point dtype, or None to keep the parameters'")
+        raise TypeError(f"{caller}: dtype={dtype!r}; pass a floating-point dtype, or None to keep the parameters'")
     if type(largest) is not int:
-        raise TypeError(f"{who}: {name}={largest!r}; pass a whole number of bytes, such as 5 * 2**30")
+        raise TypeError(f"{caller}: {name}={largest!r}; pass a whole number of bytes, such as 5 * 2**30")
     if largest < 1:
-        raise ValueError(f"{who}: {name}={largest}; pass at least 1 byte")
+        raise ValueError(f"{caller}: {name}={largest}; pass at least 1 byte")
 
 
 # --- names ---
@@ -180,7 +180,7 @@ def refuse_options(who: str, name: str, largest: Any, dtype: Any) -> None:
 
 @dataclass(frozen=True)
 class _Target:
-    """How a parameter is written.
+    """The form of a parameter in the file.
 
     Attributes:
         name: in the file.
@@ -196,7 +196,7 @@ class _Target:
 
 
 def _targets(contents: Contents, rules: Iterable[Rule], dtype: torch.dtype | None) -> dict[str, _Target]:
-    """How each parameter is written, by its name in the tree.
+    """The form of each parameter in the files, by its name in the tree.
 
     Raises:
         CheckpointError: one is in few bits and there is no dtype, since these files cannot describe the format.
@@ -219,9 +219,9 @@ def _targets(contents: Contents, rules: Iterable[Rule], dtype: torch.dtype | Non
     return targets
 
 
-def _only_tensors(tree: Any, held: Contents) -> None:
+def _only_tensors(tree: Any, flat_tree: Contents) -> None:
     """Raises TypeError for anything but flat shards and tensors."""
-    wrong = [*held.numbers, *held.by_rank]
+    wrong = [*flat_tree.numbers, *flat_tree.by_rank]
     wrong += [repr(leaf) for leaf in optree.tree_leaves(tree, is_leaf=is_unit) if is_unit(leaf) and not is_flat(leaf)]
     if wrong:
         raise TypeError(f"these files hold flat shards and tensors alone, the same on all ranks, not {wrong}")
@@ -230,22 +230,22 @@ def _only_tensors(tree: Any, held: Contents) -> None:
 # --- writing ---
 
 
-def turns(params: Any, names: Iterable[str], team: RankGroup) -> Iterator[tuple[str, Tensor]]:
+def turns(params: Any, names: Iterable[str], group: RankGroup) -> Iterator[tuple[str, Tensor]]:
     """Yields the whole tensors that this rank writes, by name; all ranks of a stage take part in gathering it.
 
     Args:
         params: a tree of flat shards and whole tensors.
         names: of all its parameters, in the tree's order.
-        team: the ranks that take turns.
+        group: the ranks that take turns.
     """
     rest = iter(names)
-    for number, leaf in enumerate(optree.tree_leaves(params, is_leaf=is_unit)):
+    for index, leaf in enumerate(optree.tree_leaves(params, is_leaf=is_unit)):
         if isinstance(leaf, Tensor):
             name = next(rest)
-            if number % team.size == team.rank:
+            if index % group.size == group.rank:
                 yield name, read(leaf.detach())
         elif leaf.values is not None:
-            yield from _gathered(leaf, list(itertools.islice(rest, len(leaf.layout.entries))), number)
+            yield from _gathered(leaf, list(itertools.islice(rest, len(leaf.layout.entries))), index)
     assert next(rest, None) is None, "names stand in the order of the leaves"
 
 
@@ -282,9 +282,9 @@ def _joined(piece: Tensor, axes: tuple[str, ...], dim: int, size: int, mesh: Dev
     return joined
 
 
-def _placed(kept: dict[str, _Target], name: str, values: Tensor) -> Iterator[Elements]:
-    """Yields a parameter in portions as it is in the file."""
-    target = kept[name]
+def _placed(targets: dict[str, _Target], name: str, values: Tensor) -> Iterator[Elements]:
+    """Yields a parameter in portions, in the form that it has in the file."""
+    target = targets[name]
     x = values if target.packed is None else target.packed.having(values).decoded(target.kind.dtype)
     for box, portion in pieces(x.mT if target.turned else x, STEP):
         yield target.name, box, portion.to(target.kind.dtype)

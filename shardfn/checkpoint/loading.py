@@ -86,7 +86,7 @@ def load(
     return filled(f"load {path}", path, like, LoadRequest(part, by_rules(names), strict, ignore), donate)
 
 
-def reader_of(path: Path, team: RankGroup) -> BoxReader:
+def reader_of(path: Path, group: RankGroup) -> BoxReader:
     """The reader for a checkpoint, or for files of whole tensors.
 
     Raises:
@@ -97,88 +97,88 @@ def reader_of(path: Path, team: RankGroup) -> BoxReader:
     if not path.is_dir() or not is_checkpoint(path):
         model = model_in(path)
         if model is not None:
-            return FileReader(model, (team.rank, team.size))
+            return FileReader(model, (group.rank, group.size))
     return CheckpointReader(source_of(path, MODELS))
 
 
 def filled(
-    what: str,
+    task: str,
     source: str | os.PathLike[str],
-    like: Any,
-    asked: LoadRequest,
+    template: Any,
+    request: LoadRequest,
     donate: bool,
     then: Callable[[BoxReader], Any] | None = None,
-    check: Callable[[Contents], None] = lambda held: None,
+    check: Callable[[Contents], None] = lambda flat_tree: None,
 ) -> Any:
     """Loads into a tree, as `load` describes.
 
     Args:
-        what: the operation, for messages.
+        task: the operation, for messages.
         source: path to read from.
-        like: the tree.
-        asked: which part, under which names, how strictly.
-        donate: whether to write into `like`.
+        template: the tree.
+        request: which part, under which names, how strictly.
+        donate: whether to write into `template`.
         then: called with the reader before anything is overwritten; its result is returned, too.
         check: called with the flattened tree first.
     """
-    path, tree, held, counts = on_each_rank(lambda: _prepared(source, like, donate))
-    team = team_of(held.grids)
+    path, tree, flat_tree, counts = on_each_rank(lambda: _prepared(source, template, donate))
+    group = team_of(flat_tree.grids)
 
     def compared() -> tuple[BoxReader, Any, Differences, dict[str, StoredName], Any, tuple[Any, ...]]:
-        check(held)
-        reader, naming = reader_of(path, team), asked.naming(held)
-        differences, names = matching.compared(reader.source, held, team, asked, naming)
-        if differences.shapes or (asked.strict and differences):
-            raise CheckpointError(f"{differences}{matching.hint(differences, names, reader.source, asked)}")
-        tensors = _as_there(held, reader, names)
-        boxes = [*held.boxes, *(LocalBox(name, whole(x.shape), x) for name, x in held.plain.items())]
-        wanted = reader.wanted(names[target.name].box(target) for target in boxes if target.name in tensors)
-        reader.check(wanted)
-        renamed = sorted((ours, *name) for ours, name in naming.items() if name != StoredName(ours))
-        digests = zlib.crc32(reader.identity().encode()), asked.part, zlib.crc32(repr(renamed).encode())
-        return reader, wanted, differences, names, None if then is None else then(reader), digests
+        check(flat_tree)
+        reader, naming = reader_of(path, group), request.naming(flat_tree)
+        differences, names = matching.compared(reader.source, flat_tree, group, request, naming)
+        if differences.shapes or (request.strict and differences):
+            raise CheckpointError(f"{differences}{matching.hint(differences, names, reader.source, request)}")
+        tensors = _as_there(flat_tree, reader, names)
+        boxes = [*flat_tree.boxes, *(LocalBox(name, whole(x.shape), x) for name, x in flat_tree.plain.items())]
+        plan = reader.wanted(names[target.name].box(target) for target in boxes if target.name in tensors)
+        reader.check(plan)
+        renamed = sorted((tree_name, *name) for tree_name, name in naming.items() if name != StoredName(tree_name))
+        digests = zlib.crc32(reader.identity().encode()), request.part, zlib.crc32(repr(renamed).encode())
+        return reader, plan, differences, names, None if then is None else then(reader), digests
 
-    reader, wanted, differences, names, then_result, digests = team.each(what, compared)
+    reader, plan, differences, names, then_result, digests = group.each(task, compared)
     numbers = {name: reader.source.numbers.get(target.theirs) for name, target in names.items()}
-    _refuse_different(what, team.gathered((str(path), digests), what))
-    if differences and team.rank == 0:
-        _log.warning("%s, not strict: %s", what, differences)
+    _refuse_different(task, group.gathered((str(path), digests), task))
+    if differences and group.rank == 0:
+        _log.warning("%s, not strict: %s", task, differences)
 
     def read() -> None:
         with torch.no_grad():
-            reader.fill(wanted)
-            for name, x in held.plain.items():
+            reader.fill(plan)
+            for name, x in flat_tree.plain.items():
                 if isinstance(number := numbers.get(name), (int, float)):
                     x.fill_(number)
         for name, generator in generators(tree).items():
             if name in names:
-                generator.set_state(held.plain[name])
+                generator.set_state(flat_tree.plain[name])
 
     try:
-        team.each(what, read)
+        group.each(task, read)
     except CheckpointError as error:
         raise CheckpointError(f"{error}. {_unusable(names) if donate else '`like` is as it was'}") from error.__cause__
-    numbers |= {name: held.plain[name].item() for name in held.plain.keys() & held.numbers.keys()}
-    loaded = rebuilt(tree, {name: numbers[name] for name in held.numbers.keys() & names.keys()})
+    numbers |= {name: flat_tree.plain[name].item() for name in flat_tree.plain.keys() & flat_tree.numbers.keys()}
+    loaded = rebuilt(tree, {name: numbers[name] for name in flat_tree.numbers.keys() & names.keys()})
     loaded = with_missed(loaded, counts, numbers, names)
     return loaded if then is None else (loaded, then_result)
 
 
-def _as_there(held: Contents, reader: BoxReader, names: dict[str, StoredName]) -> set[str]:
+def _as_there(flat_tree: Contents, reader: BoxReader, names: dict[str, StoredName]) -> set[str]:
     """Makes room for numbers that are 0-d tensors in the files; returns the names of all that are tensors there."""
     kinds = {name: reader.source.tensors.get(target.theirs) for name, target in names.items()}
     tensors = {name: kind.dtype for name, kind in kinds.items() if kind is not None}
-    held.plain |= {
-        name: torch.empty((), dtype=tensors[name], device="cpu") for name in tensors.keys() & held.numbers.keys()
+    flat_tree.plain |= {
+        name: torch.empty((), dtype=tensors[name], device="cpu") for name in tensors.keys() & flat_tree.numbers.keys()
     }
     return set(tensors)
 
 
-def _refuse_different(what: str, facts: list[tuple[str, tuple[Any, ...]]]) -> None:
+def _refuse_different(task: str, facts: list[tuple[str, tuple[Any, ...]]]) -> None:
     """Raises CheckpointError unless all ranks read the same: parts of two checkpoints must not be mixed.
 
     Args:
-        what: the operation, for messages.
+        task: the operation, for messages.
         facts: of each rank its path, and what must be equal: digests of files and names, and the part.
     """
     first_path, first = facts[0]
@@ -186,7 +186,7 @@ def _refuse_different(what: str, facts: list[tuple[str, tuple[Any, ...]]]) -> No
         differing = [key for key, a, b in zip(("files", "part=", "names="), first, other, strict=True) if a != b]
         if differing:
             raise CheckpointError(
-                f"{what}: ranks were told to read different things, of other {' and '.join(differing)}: rank 0 from "
+                f"{task}: ranks were told to read different things, of other {' and '.join(differing)}: rank 0 from "
                 f"{first_path}, rank {rank} from {path}. Let one rank choose, and send it to the others"
             )
 
@@ -212,8 +212,8 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
     for manifest in by_path.values():
         if isinstance(manifest, str):
             _log.warning("latest(%s) leaves out a checkpoint that is not whole: %s", root, manifest)
-    whole = [path for path, manifest in by_path.items() if not isinstance(manifest, str)]
-    return whole[-1] if whole else None
+    complete = [path for path, manifest in by_path.items() if not isinstance(manifest, str)]
+    return complete[-1] if complete else None
 
 
 def _unusable(names: dict[str, StoredName]) -> str:
@@ -224,7 +224,7 @@ def _unusable(names: dict[str, StoredName]) -> str:
     )
 
 
-def _prepared(source: Any, like: Any, donate: bool) -> tuple[Path, Any, Contents, list[StepCounts]]:
+def _prepared(source: Any, template: Any, donate: bool) -> tuple[Path, Any, Contents, list[StepCounts]]:
     """The path, the tree to fill, its flattened contents, and the counts of steps in it."""
     if source is None:
         raise TypeError("the path is None, which `latest` returns if there is no complete checkpoint")
@@ -234,8 +234,8 @@ def _prepared(source: Any, like: Any, donate: bool) -> tuple[Path, Any, Contents
             return leaf.clone_state()
         return copying.clone(leaf.detach()) if isinstance(leaf, Tensor) else leaf
 
-    tree, counts = step_counts(like if donate else optree.tree_map(copied, like))
-    held = contents(tree, shared=False)
-    for each in counts:
-        each.expect(held)
-    return local_path(source, "checkpoint.load: path"), tree, held, counts
+    tree, counts = step_counts(template if donate else optree.tree_map(copied, template))
+    flat_tree = contents(tree, shared=False)
+    for count in counts:
+        count.expect(flat_tree)
+    return local_path(source, "checkpoint.load: path"), tree, flat_tree, counts

@@ -33,7 +33,7 @@ FORMAT = "shardfn checkpoint 1"
 
 @dataclass(frozen=True)
 class Chunk:
-    """Where a part of a tensor is.
+    """The location of a part of a tensor in a file.
 
     Attributes:
         box: the part.
@@ -265,10 +265,10 @@ def _dtype(entry: dict[str, Any]) -> Any:
     return getattr(torch, entry["dtype"], None)
 
 
-def _refuse_unnatural(numbers: Iterable[Any], what: str) -> None:
+def _refuse_unnatural(numbers: Iterable[Any], description: str) -> None:
     wrong = [n for n in numbers if type(n) is not int or n < 0]
     if wrong:
-        raise ValueError(f"a number {what} is {wrong[0]!r}")
+        raise ValueError(f"a number {description} is {wrong[0]!r}")
 
 
 def refuse_outside(path: Path, names: Iterable[str]) -> None:

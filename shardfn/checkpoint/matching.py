@@ -66,13 +66,13 @@ def turned(numbers: Ints, swap: bool) -> Ints:
 def refuse_flat(name: str, kind: TensorType | None) -> None:
     """Raises CheckpointError for a number, or a tensor with fewer than two dimensions to swap."""
     if kind is None or len(kind.shape) < 2:
-        what = kind or "a number or string"
-        raise CheckpointError(f'a rule with "T" matches {name}, but of {what} there are no two dimensions to swap')
+        content = kind or "a number or string"
+        raise CheckpointError(f'a rule with "T" matches {name}, but of {content} there are no two dimensions to swap')
 
 
-def part_with(names: Sequence[str], there: Iterable[str]) -> str:
+def part_with(names: Sequence[str], available: Iterable[str]) -> str:
     """The shortest part of a file that contains all of these names, to suggest in a message; "" if there is none."""
-    entries, first = set(there), next(iter(names), None)
+    entries, first = set(available), next(iter(names), None)
     if first is None:
         return ""
     parts = (name.removesuffix(f".{first}") for name in entries if name.endswith(f".{first}"))
@@ -88,7 +88,7 @@ _TENSORS = {"int": "int64 []", "float": "float64 []"}  # what compiled and graph
 
 @dataclass
 class Differences:
-    """How a checkpoint and a tree differ, by name.
+    """The differences between a checkpoint and a tree, by name.
 
     Attributes:
         missing: in the tree, not in the checkpoint.
@@ -113,10 +113,10 @@ class Differences:
             sentences.append(f"missing in the checkpoint: {listed(self.missing, room=_ROOM)}")
         if self.extra:
             sentences.append(f"in the checkpoint, but not in the tree: {listed(self.extra, room=_ROOM)}")
-        for what, pairs in (("shape", self.shapes), ("kind", self.kinds), ("format", self.formats)):
-            lines = [f"{name} is {theirs} there, {ours} in the tree" for name, (theirs, ours) in pairs.items()]
+        for aspect, pairs in (("shape", self.shapes), ("kind", self.kinds), ("format", self.formats)):
+            lines = [f"{name} is {stored} there, {expected} in the tree" for name, (stored, expected) in pairs.items()]
             if lines:
-                sentences.append(f"of another {what}: {listed(lines, room=_ROOM)}")
+                sentences.append(f"of another {aspect}: {listed(lines, room=_ROOM)}")
         return findings(sentences) or "nothing differs"
 
 
@@ -125,7 +125,7 @@ Naming = Callable[[Contents], dict[str, StoredName]]
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """What one call is to read.
+    """The options of one load.
 
     Attributes:
         part: prefix of the entries to read.
@@ -146,44 +146,45 @@ class LoadRequest:
 
 def by_rules(rules: Iterable[Rule]) -> Naming:
     """A naming by rules, as `load` takes them."""
-    return lambda held: renamed([*held.tensors, *held.numbers], rules)
+    return lambda flat_tree: renamed([*flat_tree.tensors, *flat_tree.numbers], rules)
 
 
 def compared(
-    source: Entries, wanted: Contents, team: RankGroup, asked: LoadRequest, naming: dict[str, StoredName]
+    source: Entries, flat_tree: Contents, group: RankGroup, request: LoadRequest, naming: dict[str, StoredName]
 ) -> tuple[Differences, dict[str, StoredName]]:
-    """What differs, and the name in the files of each entry that can be read."""
+    """Returns the differences, and the stored name of each entry that can be read."""
     differences, names = Differences(), dict[str, StoredName]()
-    ignore = patterns(asked.ignore)
+    ignore = patterns(request.ignore)
     expected: set[str] = set()
-    for name in [*wanted.tensors, *wanted.numbers]:
+    for name in [*flat_tree.tensors, *flat_tree.numbers]:
         inside, swap = naming[name]
-        root = not wanted.keys[name] and inside == name  # the tree is a single leaf
-        theirs = (asked.part if root and asked.part else joined(asked.part, inside)) or name
-        label = name if theirs in (name, joined(asked.part, name)) else f"{inside} (here {name})"
-        expected.add(theirs)
-        ranks = source.by_rank.get(theirs)
+        root = not flat_tree.keys[name] and inside == name  # the tree is a single leaf
+        stored_name = (request.part if root and request.part else joined(request.part, inside)) or name
+        label = name if stored_name in (name, joined(request.part, name)) else f"{inside} (here {name})"
+        expected.add(stored_name)
+        ranks = source.by_rank.get(stored_name)
         if ranks is not None:
-            copy = wanted.copies.get(name)
-            index, count = (team.rank, team.size) if copy is None else (copy.index, copy.count)
-            if ranks != count or name not in wanted.by_rank:
-                ours = f"that of {count} ranks" if name in wanted.by_rank else "the same on all ranks"
-                differences.shapes[label] = f"that of {ranks} ranks, each its own", ours
+            copy = flat_tree.copies.get(name)
+            index, count = (group.rank, group.size) if copy is None else (copy.index, copy.count)
+            if ranks != count or name not in flat_tree.by_rank:
+                local_kind = f"that of {count} ranks" if name in flat_tree.by_rank else "the same on all ranks"
+                differences.shapes[label] = f"that of {ranks} ranks, each its own", local_kind
                 continue
-            theirs = f"{theirs}.rank{index}"
-        if theirs in source.tensors or theirs in source.numbers:
-            names[name] = StoredName(theirs, swap and name not in wanted.optional)
-            _compare_one(differences, label, source, names[name], wanted, name)
-        elif theirs in source.others:
-            differences.shapes[label] = source.others[theirs], str(wanted.tensors.get(name, "a number or string"))
-        elif name not in wanted.optional:
+            stored_name = f"{stored_name}.rank{index}"
+        if stored_name in source.tensors or stored_name in source.numbers:
+            names[name] = StoredName(stored_name, swap and name not in flat_tree.optional)
+            _compare_one(differences, label, source, names[name], flat_tree, name)
+        elif stored_name in source.others:
+            local_kind = str(flat_tree.tensors.get(name, "a number or string"))
+            differences.shapes[label] = source.others[stored_name], local_kind
+        elif name not in flat_tree.optional:
             differences.missing.append(label)
-    if asked.converts:
+    if request.converts:
         differences.kinds.clear()
     expected |= {f"{name}.rank{rank}" for name, ranks in source.by_rank.items() for rank in range(ranks)}
     for name in [*source.tensors, *source.numbers, *source.by_rank]:
-        within = None if name in expected else _inside(name, asked.part)
-        if within is not None and not any(rule.fullmatch(within) for rule in ignore):
+        inner_name = None if name in expected else _inside(name, request.part)
+        if inner_name is not None and not any(rule.fullmatch(inner_name) for rule in ignore):
             differences.extra.append(name)
     return differences, names
 
@@ -195,41 +196,42 @@ def _inside(name: str, part: str) -> str | None:
     return name[len(part) + 1 :] if name.startswith(f"{part}.") else None
 
 
-def hint(differ: Differences, names: dict[str, StoredName], source: Entries, asked: LoadRequest) -> str:
+def hint(differ: Differences, names: dict[str, StoredName], source: Entries, request: LoadRequest) -> str:
     """Advice for a message: in which part the missing entries are, or that there is no such part."""
     entries = [*source.tensors, *source.numbers]
-    if asked.part and not any(_inside(name, asked.part) for name in entries):
+    if request.part and not any(_inside(name, request.part) for name in entries):
         parts = listed(dict.fromkeys(name.partition(".")[0] for name in entries), room=_ROOM)
-        return f". There is no part {short(repr(asked.part))}: the first keys are {parts}"
+        return f". There is no part {short(repr(request.part))}: the first keys are {parts}"
     if names or not differ.missing:
-        return asked.advice if differ.missing else ""
+        return request.advice if differ.missing else ""
     plain = [label.partition(" (here ")[0] for label in differ.missing]
     part = part_with(plain, entries)
     return f". They are all in its part {part!r}: pass part={part!r}" if part else ""
 
 
 def _compare_one(
-    differ: Differences, label: str, source: Entries, there: StoredName, wanted: Contents, name: str
+    differ: Differences, label: str, source: Entries, stored: StoredName, flat_tree: Contents, name: str
 ) -> None:
     """Records how an entry of a tree differs from the entry in the files."""
-    kind, number = source.tensors.get(there.theirs), source.numbers.get(there.theirs)
-    ours = wanted.tensors.get(name)
-    if there.turned:
-        refuse_flat(name, ours)
-    if ours is None or kind is None:
-        our_kind, their_kind = str(ours or type(wanted.numbers[name]).__name__), str(kind or type(number).__name__)
-        if our_kind != their_kind and _TENSORS.get(our_kind, our_kind) != _TENSORS.get(their_kind, their_kind):
-            group = differ.kinds if ours is None and kind is None else differ.shapes
-            group[label] = their_kind, our_kind
+    kind, number = source.tensors.get(stored.theirs), source.numbers.get(stored.theirs)
+    tree_type = flat_tree.tensors.get(name)
+    if stored.turned:
+        refuse_flat(name, tree_type)
+    if tree_type is None or kind is None:
+        tree_kind = str(tree_type or type(flat_tree.numbers[name]).__name__)
+        stored_kind = str(kind or type(number).__name__)
+        if tree_kind != stored_kind and _TENSORS.get(tree_kind, tree_kind) != _TENSORS.get(stored_kind, stored_kind):
+            group = differ.kinds if tree_type is None and kind is None else differ.shapes
+            group[label] = stored_kind, tree_kind
         return
-    ours = TensorType(ours.dtype, turned(ours.shape, there.turned), ours.meant)
-    suffix = " when its last two dimensions are swapped" if there.turned else ""
-    if kind.shape != ours.shape:
-        differ.shapes[label] = str(kind), f"{ours}{suffix}"
-    elif kind.dtype != ours.dtype:
-        differ.kinds[label] = str(kind), f"{ours}{suffix}"
-    elif kind.meant and ours.meant and kind.meant != ours.meant:  # files of other tools do not name the format
-        differ.formats[label] = kind.meant, ours.meant
+    tree_type = TensorType(tree_type.dtype, turned(tree_type.shape, stored.turned), tree_type.meant)
+    suffix = " when its last two dimensions are swapped" if stored.turned else ""
+    if kind.shape != tree_type.shape:
+        differ.shapes[label] = str(kind), f"{tree_type}{suffix}"
+    elif kind.dtype != tree_type.dtype:
+        differ.kinds[label] = str(kind), f"{tree_type}{suffix}"
+    elif kind.meant and tree_type.meant and kind.meant != tree_type.meant:  # other tools' files do not name the format
+        differ.formats[label] = kind.meant, tree_type.meant
 
 
 def patterns(rules: str | Iterable[str]) -> list[re.Pattern[str]]:

@@ -38,17 +38,17 @@ class StepCounts:
         """The name of the number of steps that a parameter has missed."""
         return joined(*self.keys, "missed", path)
 
-    def expect(self, held: Contents) -> None:
+    def expect(self, flat_tree: Contents) -> None:
         """Adds the numbers that a checkpoint may have to the contents of the tree."""
         for path in self.moments:
             name = self.entry(path)
-            held.numbers[name], held.keys[name] = 0, (*self.keys, "missed", path)
-            held.optional.add(name)
+            flat_tree.numbers[name], flat_tree.keys[name] = 0, (*self.keys, "missed", path)
+            flat_tree.optional.add(name)
             if self.by_rank:
-                held.by_rank.add(name)
+                flat_tree.by_rank.add(name)
 
     def missed(self, step: int, numbers: dict[str, Any], read: dict[str, Any]) -> dict[str, int]:
-        """How many of the loaded steps each parameter has missed, from the numbers and names that were read."""
+        """The number of loaded steps that each parameter has missed, from the numbers and names read."""
         late = {
             path: numbers.get(self.entry(path), 0) if name in read else step - self.made[path]
             for path, name in self.moments.items()
@@ -59,23 +59,23 @@ class StepCounts:
 def step_counts(tree: Any) -> tuple[Any, list[StepCounts]]:
     """The tree with none of its steps missed, and the counts of its optimizer states."""
     accessors, leaves, spec = optree.tree_flatten_with_accessor(tree, is_leaf=_counts)
-    found = []
+    counts = []
     for accessor, leaf in zip(accessors, leaves, strict=True):
         if _counts(leaf):
             nodes = [entry for entry in accessor if getattr(entry, "type", None) is not ByRank]
             keys, step = tuple(keys_of(nodes)), int(leaf["step"])
             moments = dict(_moments(keys, leaf))
-            made = {path: step - int(leaf["missed"].get(path, 0)) for path in moments}
-            found.append(StepCounts(keys, len(nodes) < len(accessor), moments, made))
-    return spec.unflatten(leaf | {"missed": {}} if _counts(leaf) else leaf for leaf in leaves), found
+            steps_made = {path: step - int(leaf["missed"].get(path, 0)) for path in moments}
+            counts.append(StepCounts(keys, len(nodes) < len(accessor), moments, steps_made))
+    return spec.unflatten(leaf | {"missed": {}} if _counts(leaf) else leaf for leaf in leaves), counts
 
 
 def with_missed(tree: Any, counts: list[StepCounts], numbers: dict[str, Any], read: dict[str, Any]) -> Any:
     """The loaded tree with the steps that parameters have missed."""
     leaves, spec = optree.tree_flatten(tree, is_leaf=_counts)
-    each = iter(counts)
+    remaining_counts = iter(counts)
     return spec.unflatten(
-        leaf | {"missed": next(each).missed(int(leaf["step"]), numbers, read)} if _counts(leaf) else leaf
+        leaf | {"missed": next(remaining_counts).missed(int(leaf["step"]), numbers, read)} if _counts(leaf) else leaf
         for leaf in leaves
     )
 

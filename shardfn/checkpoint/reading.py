@@ -85,7 +85,7 @@ def blocks(descriptor: int, start: int, stop: int, data: int, buffer: ReusedMemo
 
 
 def located(descriptor: int, chunk: Chunk, kind: TensorType, torchs: bool) -> Chunk | None:
-    """Where a part's elements are in the file; None if they are not stored plainly in row-major order.
+    """The location of a part's elements in the file; None unless stored in row-major order.
 
     Raises:
         Flaw: there is something else than this part.
@@ -155,11 +155,11 @@ class BoxReader(abc.ABC):
         """
 
     @abc.abstractmethod
-    def check(self, wanted: Any) -> None:
+    def check(self, plan: Any) -> None:
         """Raises CheckpointError for damage that can be found before anything is overwritten."""
 
     @abc.abstractmethod
-    def fill(self, wanted: Any) -> None:
+    def fill(self, plan: Any) -> None:
         """Fills each box from the tensor of its name.
 
         Raises:
@@ -209,9 +209,9 @@ class CheckpointReader(BoxReader):
                     entry[2].append(target)
         return {file: [by_offset[offset] for offset in sorted(by_offset)] for file, by_offset in by_file.items()}
 
-    def check(self, wanted: Wanted) -> None:
+    def check(self, plan: Wanted) -> None:
         """Raises CheckpointError if a file is gone, or too short for the parts that are wanted."""
-        for file, chunks in wanted.items():
+        for file, chunks in plan.items():
             path = self.source.folder / file
             with opened(path) as descriptor:
                 has, needed = os.fstat(descriptor).st_size, max(chunk.stop for chunk, *_ in chunks)
@@ -219,13 +219,13 @@ class CheckpointReader(BoxReader):
                 names = dict.fromkeys(name for chunk, name, _ in chunks if chunk.stop > has)
                 raise CheckpointError(f"{path} is damaged: it ends after {has} of {needed} bytes, in {listed(names)}")
 
-    def fill(self, wanted: Wanted) -> None:
+    def fill(self, plan: Wanted) -> None:
         """Fills each box from the tensor of its name, converting the dtype.
 
         Raises:
             CheckpointError: a file is gone or damaged.
         """
-        for file, chunks in wanted.items():
+        for file, chunks in plan.items():
             with opened(self.source.folder / file) as descriptor:
                 for chunk, name, targets in chunks:
                     for box, values in self._elements(descriptor, chunk, name, targets):

@@ -16,32 +16,32 @@ Place = tuple[str, int]
 Digests = dict[str, tuple[Place, int]]
 
 
-def digests(held: Contents, plain: bool = False) -> Digests:
+def digests(flat_tree: Contents, plain: bool = False) -> Digests:
     """A digest of this rank's copy of each replicated value, also of whole tensors if `plain`; reads them once."""
     result: Digests = {}
-    for name, copy in held.copies.items():
+    for name, copy in flat_tree.copies.items():
         if copy.parts:
             digest = checksum(copy.parts[0]) if len(copy.parts) == 1 else hash(tuple(map(checksum, copy.parts)))
             result[name] = copy.place, digest
         copy.parts.clear()
-    return result | ({name: (("", 0), checksum(x)) for name, x in held.plain.items()} if plain else {})
+    return result | ({name: (("", 0), checksum(x)) for name, x in flat_tree.plain.items()} if plain else {})
 
 
-def summary(own: Digests) -> dict[Place, int]:
+def summary(local_digests: Digests) -> dict[Place, int]:
     """One number for each place: a few bytes to exchange, whatever the number of values."""
     by_place: dict[Place, int] = {}
-    for name, (place, digest) in sorted(own.items()):
+    for name, (place, digest) in sorted(local_digests.items()):
         by_place[place] = zlib.crc32(f"{name} {digest}".encode(), by_place.get(place, 0))
     return by_place
 
 
-def differing(own: Digests, summaries: Iterable[dict[Place, int]], team: RankGroup) -> list[str]:
-    """Names of values of which some ranks hold other copies; the same on all ranks, who call it together."""
-    seen: dict[Place, int] = {}
-    if all(seen.setdefault(place, number) == number for each in summaries for place, number in each.items()):
+def differing(local_digests: Digests, summaries: Iterable[dict[Place, int]], group: RankGroup) -> list[str]:
+    """Names of values of which ranks hold different copies; the same on all ranks, which call it together."""
+    reference: dict[Place, int] = {}
+    if all(reference.setdefault(place, number) == number for entry in summaries for place, number in entry.items()):
         return []
     first: dict[tuple[str, Place], int] = {}
-    every = [(name, *each) for rank in team.gathered(own) for name, each in rank.items()]
+    every = [(name, *entry) for rank in group.gathered(local_digests) for name, entry in rank.items()]
     return list(dict.fromkeys(n for n, place, digest in every if first.setdefault((n, place), digest) != digest))
 
 

@@ -82,7 +82,7 @@ def planned(tensors: dict[str, TensorType], largest: int, metadata: Mapping[str,
     Raises:
         CheckpointError: these files cannot hold a dtype, a name or the metadata.
     """
-    if any(type(word) is not str for pair in metadata.items() for word in pair):
+    if any(type(text) is not str for pair in metadata.items() for text in pair):
         raise CheckpointError(f"metadata is strings by name, not {dict(metadata)!r}")
     for name, kind in tensors.items():
         if kind.dtype not in CODES:
@@ -114,15 +114,15 @@ def begin(folder: Path, plan: FileLayout) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     clear(folder)
     for file, header in plan.headers.items():
-        with aside(folder, file).open("wb") as new:
+        with temporary_path(folder, file).open("wb") as new:
             new.write(header)
             new.truncate(plan.lengths[file])
             os.fsync(new.fileno())
 
 
-def aside(folder: Path, file: str) -> Path:
+def temporary_path(folder: Path, file: str) -> Path:
     """The temporary path of a file until all are complete."""
-    return folders.aside(folder / file, "writing")
+    return folders.staging_path(folder / file, "writing")
 
 
 Elements = tuple[str, Box, Tensor]
@@ -148,10 +148,10 @@ def fill(
     with contextlib.ExitStack() as stack, torch.no_grad():
 
         def write(name: str, x: Tensor) -> None:
-            for theirs, box, portion in placed(name, x):
-                file, offset, shape = plan.places[theirs]
+            for target, box, portion in placed(name, x):
+                file, offset, shape = plan.places[target]
                 if file not in descriptors:
-                    descriptors[file] = os.open(aside(folder, file), os.O_WRONLY)
+                    descriptors[file] = os.open(temporary_path(folder, file), os.O_WRONLY)
                     stack.callback(os.close, descriptors[file])
                 write_box(descriptors[file], offset, shape, box, portion)
 
@@ -184,12 +184,12 @@ def publish(folder: Path, plan: FileLayout) -> None:
         new.add(index_file)
         where = {name: file for name, (file, *_) in plan.places.items()}
         index = {"metadata": {"total_size": plan.total}, "weight_map": where}
-        write_whole(aside(folder, index_file), json.dumps(index, indent=2).encode())
+        write_whole(temporary_path(folder, index_file), json.dumps(index, indent=2).encode())
         if any((folder / file).exists() for file in plan.lengths):
             (folder / index_file).unlink(missing_ok=True)  # an index must never name files of two models
             sync(folder)
     for file in sorted(new, key=lambda file: file == index_file):
-        aside(folder, file).rename(folder / file)
+        temporary_path(folder, file).rename(folder / file)
     sync(folder)
     for old in sorted(folder.iterdir()):
         if OURS.fullmatch(old.name) and old.name not in new:
@@ -231,11 +231,11 @@ def tensors_in(file: Path) -> Iterator[tuple[str, Tensor | Unknown]]:
     except ImportError as error:
         raise ImportError("reading safetensors needs the package: pip install '.[huggingface]'") from error
     try:
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  # it is not iterable itself
-                part = opened.get_slice(name)
+        with safe_open(file, framework="pt") as archive:
+            for name in archive.keys():  # noqa: SIM118  # it is not iterable itself
+                part = archive.get_slice(name)
                 is_known = part.get_dtype() in CODES.values()
-                yield name, opened.get_tensor(name) if is_known else Unknown(f"{part.get_dtype()} {part.get_shape()}")
+                yield name, archive.get_tensor(name) if is_known else Unknown(f"{part.get_dtype()} {part.get_shape()}")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
 
@@ -249,7 +249,7 @@ def index(path: Path) -> dict[str, str]:
     try:
         where: dict[str, str] = json.loads(path.read_bytes())["weight_map"]
         if all(type(file) is str for file in where.values()):
-            outside = [file for file in dict.fromkeys(where.values()) if not _beside(path, file)]
+            outside = [file for file in dict.fromkeys(where.values()) if not _is_inside(path, file)]
             if not outside:
                 return where
             problem = f"it names {listed(outside)}, outside of its folder, which is not read: put the file itself there"
@@ -260,7 +260,7 @@ def index(path: Path) -> dict[str, str]:
     raise CheckpointError(f"{path} cannot be read: {problem}")
 
 
-def _beside(path: Path, file: str) -> bool:
+def _is_inside(path: Path, file: str) -> bool:
     """Whether a file is in the folder of an index, or below; links are allowed, as in Hugging Face's cache."""
     folder = os.path.abspath(path.parent)
     return os.path.commonpath([folder, os.path.abspath(os.path.join(folder, file))]) == folder

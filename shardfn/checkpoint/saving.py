@@ -147,7 +147,7 @@ def save_async(
         ``save_async(f"runs/1/step-{step:05}", {"params": params, "state": state, "step": step}, keep=3)``
     """
     if busy not in ("wait", "refuse"):
-        raise ValueError(f'busy={busy!r}; it is "wait" or "refuse"')
+        raise ValueError(f'busy must be "wait" or "refuse", got {busy!r}')
     for pending in _pending if busy == "refuse" else ():
         if any(pending.asks.gathered(not pending.done())):  # all ranks refuse if one is still writing
             raise CheckpointError(f"{Path(path)}: {pending.path} is still being written")
@@ -202,5 +202,5 @@ def keeping(keep: int | None) -> Surplus:
         ValueError: `keep` is not 1 or more.
     """
     if keep is not None and (type(keep) is not int or keep < 1):
-        raise ValueError(f"keep={keep!r}; it is how many checkpoints stay, an integer of 1 or more, or None for all")
+        raise ValueError(f"keep must be the number of checkpoints that stay, 1 or more, or None for all, got {keep!r}")
     return functools.partial(folders.older, keep=keep)

@@ -40,53 +40,53 @@ class RankGroup:
     group: Any = None
     use: str = "checkpoint"
 
-    def gathered(self, mine: T, what: str = "") -> list[T]:
-        """Gathers every rank's object, waiting for all; `what` describes the operation in messages about waiting."""
+    def gathered(self, value: T, task: str = "") -> list[T]:
+        """Gathers every rank's object, waiting for all; `task` describes the operation in messages about waiting."""
         if self.group is None:
-            return [mine]
+            return [value]
         objects: list[Any] = [None] * self.size
         try:
-            with waiting.on("meeting", self.group.group_name, what or self.use):
-                dist.all_gather_object(objects, mine, group=self.group)
+            with waiting.on("meeting", self.group.group_name, task or self.use):
+                dist.all_gather_object(objects, value, group=self.group)
         except RuntimeError as error:
             raise CheckpointError(f"a rank has ended, or did not come: {waiting.brief(error)}") from waiting.cause(
                 error
             )
         return objects
 
-    def each(self, what: str, run: Callable[[], T]) -> T:
+    def each(self, task: str, run: Callable[[], T]) -> T:
         """Runs a function on all ranks and returns this rank's result; if it fails on one, all raise the same.
 
         Raises:
             CheckpointError: names the errors and the ranks.
         """
-        return self._met(what, run, share=False)[0]
+        return self._run_on_all(task, run, share=False)[0]
 
-    def together(self, what: str, run: Callable[[], T]) -> list[T]:
+    def together(self, task: str, run: Callable[[], T]) -> list[T]:
         """Runs a function on all ranks and returns all results; if it fails on one, all raise the same.
 
         Raises:
             CheckpointError: names the errors and the ranks.
         """
-        return self._met(what, run, share=True)[1]
+        return self._run_on_all(task, run, share=True)[1]
 
-    def first(self, what: str, run: Callable[[], None]) -> None:
+    def first(self, task: str, run: Callable[[], None]) -> None:
         """Runs a function on the first rank only; if it fails, all raise the same CheckpointError."""
-        self.each(what, run if self.rank == 0 else lambda: None)
+        self.each(task, run if self.rank == 0 else lambda: None)
 
-    def _met(self, what: str, run: Callable[[], T], share: bool) -> tuple[T, list[T]]:
-        mine: Any = None
+    def _run_on_all(self, task: str, run: Callable[[], T], share: bool) -> tuple[T, list[T]]:
+        result: Any = None
         cause: Exception | None = None
         try:
-            mine = run()
+            result = run()
         except Exception as error:
             cause = error
         try:
-            outcomes = self.gathered((mine if share else None, None if cause is None else _worded(cause)), what)
+            outcomes = self.gathered((result if share else None, None if cause is None else _worded(cause)), task)
         except CheckpointError as lost:
             if cause is None:
                 raise
-            raise CheckpointError(f"{what}: {_worded(cause)}. Then {lost}") from cause
+            raise CheckpointError(f"{task}: {_worded(cause)}. Then {lost}") from cause
         failed: dict[str, list[int]] = {}
         for rank, (_, problem) in enumerate(outcomes):
             if problem is not None:
@@ -94,8 +94,8 @@ class RankGroup:
         if failed:
             where = {problem: f"rank{'s' * (len(ranks) > 1)} {listed(ranks)}: " for problem, ranks in failed.items()}
             lines = [problem if len(failed[problem]) == self.size else where[problem] + problem for problem in failed]
-            raise CheckpointError(f"{what}: {findings(lines)}") from cause
-        return mine, [result for result, _ in outcomes]  # type: ignore[misc]
+            raise CheckpointError(f"{task}: {findings(lines)}") from cause
+        return result, [result for result, _ in outcomes]  # type: ignore[misc]
 
 
 def team_of(grids: Iterable[Grid], use: str = "checkpoint") -> RankGroup:

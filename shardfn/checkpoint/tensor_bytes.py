@@ -26,7 +26,7 @@ def crc(tensor: Tensor) -> int:
 
 
 def most_of(x: Tensor) -> int:
-    """How many bytes of a tensor to write or read at a time."""
+    """The number of bytes of a tensor to write or read at a time."""
     return copying.PORTION if on_disk(x) else BUFFER
 
 
@@ -42,7 +42,7 @@ def memory(tensor: Tensor) -> memoryview:
     return memoryview(array)
 
 
-def pieces(values: Tensor, most: int) -> Iterator[tuple[Box, Tensor]]:
-    """Yields boxes of at most `most` bytes, at least one, and their values, in row-major order."""
-    for box in steps(whole(values.shape), most // values.element_size()):
+def pieces(values: Tensor, max_bytes: int) -> Iterator[tuple[Box, Tensor]]:
+    """Yields boxes of at most `max_bytes`, at least one, and their values, in row-major order."""
+    for box in steps(whole(values.shape), max_bytes // values.element_size()):
         yield box, values[box.within(whole(values.shape))]

@@ -69,7 +69,7 @@ class TensorSummary:
 
 @dataclass
 class Diff:
-    """How two checkpoints differ, by name.
+    """The differences between two checkpoints, by name.
 
     Attributes:
         only_a: in the first only.
@@ -100,8 +100,8 @@ def summary(path: Path) -> Summary:
             about = read_manifest(folder).about
         facts: dict[str, Any] = {key: about.get(key) for key in ("made", "ranks", "number")}
         return Summary(path, "shardfn", not isinstance(intact(folder), str), sum(sizes), len(sizes), **facts)
-    made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime((folder / METADATA).stat().st_mtime))
-    return Summary(path, "torch", _has_its_bytes(folder), sum(sizes), len(sizes), made)
+    created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime((folder / METADATA).stat().st_mtime))
+    return Summary(path, "torch", _has_its_bytes(folder), sum(sizes), len(sizes), created)
 
 
 def summaries(root: Path) -> list[Summary]:
@@ -112,13 +112,13 @@ def summaries(root: Path) -> list[Summary]:
     """
     if not root.is_dir():
         raise CheckpointError(f"there is no folder {root}")
-    whole, result = checkpoints(root), []
+    complete, result = checkpoints(root), []
     for folder in sorted(root.iterdir()):
         if not folder.is_dir():
             continue
         original = root / folder.name.removeprefix(".").removesuffix(".replaced")
         if restored(original) == folder and is_checkpoint(folder):
-            result.append(replace(summary(original), latest=[original] == whole[-1:]))
+            result.append(replace(summary(original), latest=[original] == complete[-1:]))
         elif any(folder.glob("*.distcp")):
             sizes = [entry.stat().st_size for entry in folder.iterdir()]
             result.append(Summary(folder, "unfinished", False, sum(sizes), len(sizes)))
@@ -314,7 +314,7 @@ def reshard(src: Path, dst: Path, ranks: int, *, report: Report = silent) -> Wri
     # Entries that differ between ranks, each with the rank that writes it.
     owners = {f"{name}.rank{rank}": rank % ranks for name, size in source.by_rank.items() for rank in range(size)}
     dst.parent.mkdir(parents=True, exist_ok=True)
-    folder = folders.aside(dst, "writing")
+    folder = folders.staging_path(dst, "writing")
     folders.discard(folder)
     manifest = Manifest(tensors=source.tensors, by_rank=source.by_rank)
     count = meter(report, sum(kind.bytes for kind in source.tensors.values()))

@@ -65,17 +65,18 @@ def torch_optimizer(state: Any, make: Make = torch.optim.AdamW, **numbers: Any) 
     unknown = sorted(set(numbers) - set(NUMBERS))
     if unknown:
         raise TypeError(f"torch_optimizer: unknown numbers {listed(unknown)}; there are {listed(NUMBERS)}")
-    given = {**state["numbers"], **numbers}
+    hyperparameters = {**state["numbers"], **numbers}
     moments: dict[str, dict[str, Any]] = {}
     groups: dict[tuple[float, ...], list[str]] = {}
     paths = _paths(state)
     for name, _, shape in parameters(state["mean"]):
         count = float(state["step"] - state["missed"].get(paths[name], 0))
         moments[name] = {"step": torch.tensor(count, device="cpu")}
-        groups.setdefault(tuple(_number(given, n, state["step"], name, shape) for n in NUMBERS), []).append(name)
-    for slot, theirs in SLOTS.items():
+        key = tuple(_number(hyperparameters, n, state["step"], name, shape) for n in NUMBERS)
+        groups.setdefault(key, []).append(name)
+    for slot, torch_slot in SLOTS.items():
         for name, leaf, _ in parameters(state[slot]):
-            moments[name][theirs] = leaf
+            moments[name][torch_slot] = leaf
     return {"state": moments, "param_groups": [_group(make, key, names) for key, names in groups.items()]}
 
 
@@ -125,27 +126,28 @@ def load_torch_optimizer(
 
     rules = on_each_rank(checked)
 
-    def naming(held: Contents) -> dict[str, StoredName]:
+    def naming(flat_tree: Contents) -> dict[str, StoredName]:
         result = {}
-        for name, (theirs, swap) in _theirs(state, rules).items():
-            for slot, slot_there in SLOTS.items():
+        for name, (torch_name, swap) in _torch_names(state, rules).items():
+            for slot, torch_slot in SLOTS.items():
                 full = joined(slot, name)
-                result[full if full in held.tensors else slot] = StoredName(joined("state", theirs, slot_there), swap)
+                stored = StoredName(joined("state", torch_name, torch_slot), swap)
+                result[full if full in flat_tree.tensors else slot] = stored
         return result
 
     def numbers(reader: BoxReader) -> dict[str, Any]:
-        names, paths = _theirs(state, rules), _paths(state)
-        there = [theirs for theirs, _ in names.values()]
-        steps = _steps(reader, part, there)
+        names, paths = _torch_names(state, rules), _paths(state)
+        torch_names = [torch_name for torch_name, _ in names.values()]
+        steps = _steps(reader, part, torch_names)
         count = max(steps.values(), default=0)
-        missed = {paths[name]: late for name, (theirs, _) in names.items() if (late := count - steps[theirs])}
-        kept = _numbers(state["numbers"], _groups(reader, part, there), make)
-        return {"step": count, "missed": missed, "numbers": kept}
+        missed = {paths[name]: late for name, (torch_name, _) in names.items() if (late := count - steps[torch_name])}
+        hyperparameters = _numbers(state["numbers"], _groups(reader, part, torch_names), make)
+        return {"step": count, "missed": missed, "numbers": hyperparameters}
 
     ignore = [r"param_groups\..*", r"state\..*\.step"]
-    asked = LoadRequest(part, naming, True, ignore, converts=True, advice=_NO_STATE)
-    what = f"load_torch_optimizer {path}"
-    moments, other_entries = filled(what, path, {slot: state[slot] for slot in SLOTS}, asked, donate, numbers)
+    request = LoadRequest(part, naming, True, ignore, converts=True, advice=_NO_STATE)
+    task = f"load_torch_optimizer {path}"
+    moments, other_entries = filled(task, path, {slot: state[slot] for slot in SLOTS}, request, donate, numbers)
     return {**state, **other_entries, **moments}
 
 
@@ -166,7 +168,7 @@ def _check(state: Any, make: Any) -> None:
         )
 
 
-def _theirs(state: Any, rules: list[Rule]) -> dict[str, StoredName]:
+def _torch_names(state: Any, rules: list[Rule]) -> dict[str, StoredName]:
     """The name of each of our parameters in the files."""
     return renamed([name for name, *_ in parameters(state["mean"])], rules)
 
@@ -181,14 +183,14 @@ def _paths(state: Any) -> dict[str, str]:
 # --- to torch ---
 
 
-def _number(given: dict[str, Any], name: str, step: int, path: str, shape: Ints) -> float:
+def _number(hyperparameters: dict[str, Any], name: str, step: int, path: str, shape: Ints) -> float:
     """A hyperparameter of the group of parameter `path`."""
-    if name not in given:
+    if name not in hyperparameters:
         raise ValueError(
             f"torch_optimizer: {name} is a function of this optimizer, and not in its state: pass {name}= as to the "
             f"optimizer, or the number that goes to torch"
         )
-    value = given[name]
+    value = hyperparameters[name]
     if callable(value):
         value = value(max(step, 1)) if name == "lr" else value(path, shape)
     return float(value)
@@ -205,16 +207,16 @@ def _group(make: Make, key: tuple[float, ...], names: list[str]) -> Group:
 # --- from torch ---
 
 
-def _steps(reader: BoxReader, part: str, theirs: list[str]) -> dict[str, int]:
+def _steps(reader: BoxReader, part: str, torch_names: list[str]) -> dict[str, int]:
     """Each parameter's count of steps."""
-    entries = {name: joined(part, "state", name, "step") for name in theirs}
-    there = reader.source.tensors.keys() | reader.source.numbers.keys()
-    if missing := [entry for entry in entries.values() if entry not in there]:
+    entries = {name: joined(part, "state", name, "step") for name in torch_names}
+    available = reader.source.tensors.keys() | reader.source.numbers.keys()
+    if missing := [entry for entry in entries.values() if entry not in available]:
         raise CheckpointError(f"missing in the checkpoint: {listed(missing)}")
     return {name: int(_value(reader, entry)) for name, entry in entries.items()}
 
 
-def _groups(reader: BoxReader, part: str, theirs: list[str]) -> dict[str, Group]:
+def _groups(reader: BoxReader, part: str, torch_names: list[str]) -> dict[str, Group]:
     """The group of each of these parameters, from either of torch's two layouts."""
     prefix = joined(part, "param_groups") + "."
     source = reader.source
@@ -226,24 +228,26 @@ def _groups(reader: BoxReader, part: str, theirs: list[str]) -> dict[str, Group]
         for name, full in in_groups.items():
             number, _, rest = name.partition(".")
             groups.setdefault(number, {})[rest] = full
-        by_name = {str(one): group for group in groups.values() for one in _listed(reader, group, "params")}
+        by_name = {str(param): group for group in groups.values() for param in _listed(reader, group, "params")}
     else:
         by_name = {
-            one: {name.removeprefix(f"{one}."): full for name, full in in_groups.items() if name.startswith(f"{one}.")}
-            for one in theirs
+            param: {
+                name.removeprefix(f"{param}."): full for name, full in in_groups.items() if name.startswith(f"{param}.")
+            }
+            for param in torch_names
         }
-    without = [one for one in theirs if not by_name.get(one)]
+    without = [param for param in torch_names if not by_name.get(param)]
     if without:
         raise CheckpointError(f"no group of {prefix[:-1]} in the checkpoint has {listed(without)}")
     read: dict[int, Group] = {}
-    for one in theirs:
-        group = by_name[one]
+    for param in torch_names:
+        group = by_name[param]
         if id(group) not in read:
             keys = dict.fromkeys(name.partition(".")[0] for name in group if not name.startswith("params"))
             read[id(group)] = {
                 key: _value(reader, group[key]) if key in group else _listed(reader, group, key) for key in keys
             }
-    return {one: read[id(by_name[one])] for one in theirs}
+    return {param: read[id(by_name[param])] for param in torch_names}
 
 
 def _listed(reader: BoxReader, group: Group, key: str) -> list[Any]:
@@ -271,7 +275,7 @@ def _value(reader: BoxReader, name: str) -> Any:
             raise CheckpointError(f"{source.folder / file}: {name}: {error}") from error
 
 
-def _numbers(ours: dict[str, Any], groups: dict[str, Group], make: Make) -> dict[str, Any]:
+def _numbers(hyperparameters: dict[str, Any], groups: dict[str, Group], make: Make) -> dict[str, Any]:
     """Our hyperparameters with the values of torch's groups; raises for options that ours lack."""
     for name, group in groups.items():
         if "amsgrad" not in group:  # other optimizers may have the same moments
@@ -281,22 +285,22 @@ def _numbers(ours: dict[str, Any], groups: dict[str, Group], make: Make) -> dict
             raise CheckpointError(f"the group of {name} has {wrong}=True, which shardfn.optim does not have")
         decoupled = group.get("decoupled_weight_decay")
         if decoupled is not None and group.get("weight_decay") and decoupled is not (make is torch.optim.AdamW):
-            theirs, ours_name = ("AdamW", "adamw") if decoupled else ("Adam", "adam")
+            torch_class, ours_name = ("AdamW", "adamw") if decoupled else ("Adam", "adam")
             raise CheckpointError(
-                f"the group of {name} is torch.optim.{theirs}'s: go on with shardfn.optim.{ours_name}, and pass "
-                f"make=torch.optim.{theirs}"
+                f"the group of {name} is torch.optim.{torch_class}'s: go on with shardfn.optim.{ours_name}, and pass "
+                f"make=torch.optim.{torch_class}"
             )
-    return {key: _ours(key, value, groups) for key, value in ours.items()}
+    return {key: _common_hyperparameter(key, value, groups) for key, value in hyperparameters.items()}
 
 
-def _ours(key: str, value: Any, groups: dict[str, Group]) -> Any:
+def _common_hyperparameter(key: str, value: Any, groups: dict[str, Group]) -> Any:
     """The value of one hyperparameter, which must be the same in all groups."""
-    theirs, index = NUMBERS[key]
+    torch_key, index = NUMBERS[key]
     values: dict[Any, str] = {}
     for name, group in groups.items():
-        if theirs not in group:
-            raise CheckpointError(f"the group of {name} has no {theirs}")
-        values.setdefault(group[theirs] if index is None else group[theirs][index], name)
+        if torch_key not in group:
+            raise CheckpointError(f"the group of {name} has no {torch_key}")
+        values.setdefault(group[torch_key] if index is None else group[torch_key][index], name)
     if len(values) > 1:
         (a, first), (b, second), *_ = values.items()
         raise CheckpointError(

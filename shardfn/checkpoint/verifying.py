@@ -121,10 +121,10 @@ def _of_file(
     size, crc = manifest.files[file]
     try:
         with opened(folder / file) as descriptor:
-            there = (folder / file).stat().st_size
+            actual_size = (folder / file).stat().st_size
             gone: list[str] = []
             for chunk, entries in _between(size, crc, parts):
-                if chunk.stop > there:
+                if chunk.stop > actual_size:
                     gone += entries
                     continue
                 if chunk.length < 0:
@@ -136,11 +136,12 @@ def _of_file(
                     count(len(content))
                 if crc != chunk.after:
                     yield Damage(file, chunk.offset, chunk.stop, entries, OTHER if entries else f"no tensor; {OTHER}")
-            if there < size:
-                count(size - there)
-                yield Damage(file, there, size, tuple(dict.fromkeys(gone)), f"it ends after {there} of {size} bytes")
-            if there > size:
-                yield Damage(file, size, there, (), f"it goes on after its {size} bytes")
+            if actual_size < size:
+                count(size - actual_size)
+                problem = f"it ends after {actual_size} of {size} bytes"
+                yield Damage(file, actual_size, size, tuple(dict.fromkeys(gone)), problem)
+            if actual_size > size:
+                yield Damage(file, size, actual_size, (), f"it goes on after its {size} bytes")
     except (CheckpointError, Flaw) as error:
         count(size)
         yield Damage(file, 0, size, names, str(error))
@@ -176,7 +177,7 @@ def _verify_torchs(path: Path, folder: Path, report: Report) -> Verdict:
 
 
 def _flaw_of_item(folder: Path, chunk: Chunk, kind: TensorType | None, buffer: ReusedMemory) -> str:
-    """What is wrong with a part of a tensor; or with another item, which is only checked and not unpickled."""
+    """The fault of a part of a tensor, or of another item, which is not unpickled; "" if none."""
     try:
         with opened(folder / chunk.file) as descriptor:
             size = (folder / chunk.file).stat().st_size

@@ -131,17 +131,22 @@ class Save:
         state: the tree to save.
         overwrite: whether it may replace a checkpoint.
         surplus: returns the checkpoints in a folder to delete once this one is complete; called on the first rank.
-        ours: raises if this process may no longer write; called on the first rank before it creates or renames
-            anything.
+        check_ownership: raises if this process may no longer write; called on the first rank before it creates or
+            renames anything.
     """
 
     def __init__(
-        self, path: Path, state: Any, overwrite: bool, surplus: Surplus, ours: Callable[[], None] = lambda: None
+        self,
+        path: Path,
+        state: Any,
+        overwrite: bool,
+        surplus: Surplus,
+        check_ownership: Callable[[], None] = lambda: None,
     ) -> None:
         self.path = path.absolute()  # the program may change its working directory before it is written
         self.contents, self.overwrite = contents(state, shared=True), overwrite
-        self.surplus, self.ours = surplus, ours
-        self.folder = folders.aside(self.path, "writing")
+        self.surplus, self.ours = surplus, check_ownership
+        self.folder = folders.staging_path(self.path, "writing")
         self.team = team_of(self.contents.grids)
         self.digests = replicas.digests(self.contents)  # here, as training may go on when `write` runs
         self.stopped = threading.Event()
@@ -153,11 +158,11 @@ class Save:
 
     def copy(self) -> None:
         """Replaces the tensors by copies, so that training may change the originals."""
-        held = self.contents
+        flat_tree = self.contents
         try:
-            copies = taken([box.values for box in held.boxes])
-            held.boxes = [replace(box, values=copy) for box, copy in zip(held.boxes, copies, strict=True)]
-            held.plain = {name: copying.clone(x.cpu()) for name, x in held.plain.items()}
+            copies = taken([box.values for box in flat_tree.boxes])
+            flat_tree.boxes = [replace(box, values=copy) for box, copy in zip(flat_tree.boxes, copies, strict=True)]
+            flat_tree.plain = {name: copying.clone(x.cpu()) for name, x in flat_tree.plain.items()}
         except (OSError, RuntimeError) as error:
             self.failed = error
 
@@ -172,56 +177,56 @@ class Save:
 
     def write(self) -> None:
         """Writes everything to disk, and then renames it to its path."""
-        what = f"save {self.path}"
+        task = f"save {self.path}"
         with folders.discarding(self.folder) if self.team.rank == 0 else contextlib.nullcontext():
-            alone = self._agreed(self.team.together(what, self._begin))
-            written = self.team.together(what, lambda: self._own(alone))
+            alone = self._agreed(self.team.together(task, self._begin))
+            written = self.team.together(task, lambda: self._write_local(alone))
             self._check_stopped()
-            self.team.first(what, lambda: self._end(written, alone))
+            self.team.first(task, lambda: self._end(written, alone))
 
     def _begin(self) -> tuple[bool, int, dict[str, tuple[Any, int]], dict[CopyPlace, int]]:
         """Whether the path is taken, a digest of what ranks must have in common, and digests of what may differ.
 
         The last are of whole tensors by name, and of this rank's copies of flat shards by place.
         """
-        held, taken = self.contents, False
+        flat_tree, is_occupied = self.contents, False
         if self.failed is not None:
             raise self.failed
         if self.team.rank == 0:
             self.ours()
             replaces = self.overwrite and folders.is_checkpoint(self.path) and not self.path.is_symlink()
-            taken = os.path.lexists(self.path) and not replaces
-            if not taken:
+            is_occupied = os.path.lexists(self.path) and not replaces
+            if not is_occupied:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 folders.tidy(self.path.parent)
                 self.folder.mkdir()
-        plain: dict[str, tuple[Any, int]] = {name: (tuple(x.shape), crc(x)) for name, x in held.plain.items()}
-        own_numbers = {name: held.numbers[name] for name in held.by_rank if name in held.numbers}
+        plain: dict[str, tuple[Any, int]] = {name: (tuple(x.shape), crc(x)) for name, x in flat_tree.plain.items()}
+        own_numbers = {name: flat_tree.numbers[name] for name in flat_tree.by_rank if name in flat_tree.numbers}
         plain |= {name: ((), zlib.crc32(f"{type(x).__name__} {x!r}".encode())) for name, x in own_numbers.items()}
         digest = zlib.crc32(repr(sorted(self._in_common().items())).encode())
-        return taken, digest, plain, replicas.summary(self.digests)
+        return is_occupied, digest, plain, replicas.summary(self.digests)
 
     def _in_common(self) -> dict[str, str]:
-        """What must be the same on all ranks, by name."""
-        held = self.contents
-        facts = {name: str(kind) for name, kind in held.tensors.items()}
-        facts |= {name: f"{type(value).__name__} {value!r}" for name, value in held.numbers.items()}
-        facts |= {name: f"by rank {facts[name].split(' ')[0]}" for name in held.by_rank}
+        """The facts that must be equal on all ranks, by name."""
+        flat_tree = self.contents
+        facts = {name: str(kind) for name, kind in flat_tree.tensors.items()}
+        facts |= {name: f"{type(value).__name__} {value!r}" for name, value in flat_tree.numbers.items()}
+        facts |= {name: f"by rank {facts[name].split(' ')[0]}" for name in flat_tree.by_rank}
         return {"the path": str(self.path), **facts}
 
     def _agreed(self, summaries: list[tuple[bool, int, dict[str, tuple[Any, int]], dict[CopyPlace, int]]]) -> list[str]:
         """Names whose values differ between ranks and may, so each rank saves its own. Raises the same on all ranks."""
         if summaries[0][0]:
-            what = (
+            advice = (
                 "is not a checkpoint, or is a link: pass another path"
                 if self.overwrite
                 else "pass overwrite=True, or another path"
             )
-            raise FileExistsError(f"{self.path} exists{', and ' if self.overwrite else ': '}{what}")
+            raise FileExistsError(f"{self.path} exists{', and ' if self.overwrite else ': '}{advice}")
         if len({digest for _, digest, *_ in summaries}) > 1:
             self._differ(self.team.gathered(self._in_common()))
         plain = summaries[0][2]
-        differing = [name for name in plain if any(theirs[name] != plain[name] for *_, theirs, _ in summaries)]
+        differing = [name for name in plain if any(digests[name] != plain[name] for *_, digests, _ in summaries)]
         differing += replicas.differing(self.digests, [places for *_, places in summaries], self.team)
         wrong = [name for name in differing if name not in self.contents.by_rank]
         if wrong:
@@ -241,53 +246,53 @@ class Save:
         )
 
     def _copies(self, name: str) -> int:
-        """How many values there are of an entry that differs between ranks."""
+        """The number of values of an entry that differs between ranks."""
         copy = self.contents.copies.get(name)
         return self.team.size if copy is None else copy.count
 
-    def _own(self, alone: list[str]) -> Manifest:
+    def _write_local(self, alone: list[str]) -> Manifest:
         """Writes this rank's file; returns its manifest."""
-        held, team = self.contents, self.team
+        flat_tree, group = self.contents, self.team
         if not self.folder.is_dir():
             raise OSError(f"this rank does not see {self.folder}, which rank 0 made: all ranks need one file system")
-        with contextlib.closing(Writer(self.folder, team.rank)) as writer:
-            for part, values in zip(held.boxes, arrivals(part.values for part in held.boxes), strict=True):
+        with contextlib.closing(Writer(self.folder, group.rank)) as writer:
+            for part, values in zip(flat_tree.boxes, arrivals(part.values for part in flat_tree.boxes), strict=True):
                 self._check_stopped()
-                index = held.copies[part.name].index if part.name in held.by_rank else 0
+                index = flat_tree.copies[part.name].index if part.name in flat_tree.by_rank else 0
                 if part.name in alone:
                     saved_name = _of_rank(part.name, index)
-                    writer.written.tensors[saved_name] = held.tensors[part.name]
+                    writer.written.tensors[saved_name] = flat_tree.tensors[part.name]
                     writer.tensor(saved_name, values, part.box)
                 elif index == 0:  # of equal copies that may differ, the first
                     writer.tensor(part.name, values, part.box)
-            load = [0] * team.size
-            for name, x in held.plain.items():
+            load = [0] * group.size
+            for name, x in flat_tree.plain.items():
                 turn = load.index(min(load))
                 load[turn] += x.numel() * x.element_size() + 4096
-                if name in alone or turn == team.rank:
-                    saved_name = _of_rank(name, team.rank) if name in alone else name
-                    writer.written.tensors[saved_name] = held.tensors[name]
+                if name in alone or turn == group.rank:
+                    saved_name = _of_rank(name, group.rank) if name in alone else name
+                    writer.written.tensors[saved_name] = flat_tree.tensors[name]
                     for box, piece in pieces(x, most_of(x)):
                         self._check_stopped()
                         writer.tensor(saved_name, copying.read(piece), box)
-            for name, value in held.numbers.items():
-                if name in alone or team.rank == 0:
-                    writer.number(_of_rank(name, team.rank) if name in alone else name, value)
+            for name, value in flat_tree.numbers.items():
+                if name in alone or group.rank == 0:
+                    writer.number(_of_rank(name, group.rank) if name in alone else name, value)
             return writer.end()
 
     def _end(self, written: list[Manifest], alone: list[str]) -> None:
         """Merges the manifests of all ranks, and publishes the checkpoint."""
-        held, size = self.contents, self.team.size
+        flat_tree, size = self.contents, self.team.size
         manifest = Manifest(
-            tensors={name: kind for name, kind in held.tensors.items() if name not in alone},
+            tensors={name: kind for name, kind in flat_tree.tensors.items() if name not in alone},
             by_rank={name: self._copies(name) for name in sorted(alone)},
             about=folders.about(self.path.parent, size),
         )
         for part in written:
             manifest.add(part)
-        keys = {name: key for name, key in held.keys.items() if name not in alone}
+        keys = {name: key for name, key in flat_tree.keys.items() if name not in alone}
         for name in alone:
-            *outer, last = held.keys[name]
+            *outer, last = flat_tree.keys[name]
             keys |= {_of_rank(name, i): (*outer, _of_rank(str(last), i)) for i in range(self._copies(name))}
         for name in manifest.tensors:
             if flaw := manifest.flaw(name):

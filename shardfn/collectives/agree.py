@@ -48,7 +48,7 @@ def agree(
     described: list[str],
     mesh: DeviceMesh | Axis | Sequence[DeviceMesh | Axis],
     name: str,
-    mine: Exception | None = None,
+    own_error: Exception | None = None,
     subject: tuple[str, str] = ARGUMENTS,
     axes: tuple[str, ...] | None = None,
     before: Iterable[str] | None = None,
@@ -73,13 +73,13 @@ def agree(
     """
     for member in mesh if isinstance(mesh, Sequence) else [mesh]:
         try:
-            _agree(described, _along(member, axes), name, mine, subject, before)
+            _agree(described, _along(member, axes), name, own_error, subject, before)
         except Exception as error:
-            if not isinstance(error, ValueError) and error is not mine:
+            if not isinstance(error, ValueError) and error is not own_error:
                 raise
-            mine = error
-    if mine is not None:
-        raise mine
+            own_error = error
+    if own_error is not None:
+        raise own_error
 
 
 @at_once()
@@ -87,48 +87,52 @@ def _agree(
     described: list[str],
     axis: Axis,
     name: str,
-    mine: Exception | None,
+    own_error: Exception | None,
     subject: tuple[str, str],
     before: Iterable[str] | None,
 ) -> None:
     """Compares as `agree` does, on one axis."""
     if axis.size == 1 or planned():
-        if mine is not None:
-            raise mine
+        if own_error is not None:
+            raise own_error
         return
-    what = subject[0]
-    described = described if mine is None else [str(mine)]
+    subject_name = subject[0]
+    described = described if own_error is None else [str(own_error)]
     text = "\n".join([name, *(" ".join(line.split()) for line in described)]).encode()
     digest = digest_of(text)
-    place = comparisons.outside(f"a comparison of {what} of {name!r}", axis.group) if debugging.collectives else None
+    place = (
+        comparisons.outside(f"a comparison of {subject_name} of {name!r}", axis.group)
+        if debugging.collectives
+        else None
+    )
     if place is not None:
         text = b"\n".join([place.text.encode(), *text.split(b"\n")[1:]])
-    alone, known = _alone(name, what, described, before)
+    alone, known = _alone(name, subject_name, described, before)
     advice = _advised(subject, described, known)
     # A negative length marks a rank whose own arguments are wrong.
-    row = torch.tensor([digest, -len(text) if mine else len(text)], device="cpu")
+    row = torch.tensor([digest, -len(text) if own_error else len(text)], device="cpu")
     try:
         with contextlib.nullcontext() if place is None else comparisons.at(place):
             note = f"{alone}. {advice}" if known else alone or ("" if described else advice)
-            digests, marked = gathered(row, axis, None, f"comparing {what}", name, note).T.tolist()
+            digests, marked = gathered(row, axis, None, f"comparing {subject_name}", name, note).T.tolist()
     except RuntimeError as error:
         parts = [str(error), alone] if waiting.elsewhere(error) else [alone, advice, str(error)]
         raise RuntimeError(bounded(". ".join(filter(None, parts)))) from waiting.cause(error)
     if len(set(digests)) > 1:
         comparisons.alike()
-        said = texts(text, [*map(abs, marked)], axis, f"comparing {what}, which differ", name)
-    if mine is not None:
-        raise mine
+        rank_texts = texts(text, [*map(abs, marked)], axis, f"comparing {subject_name}, which differ", name)
+    if own_error is not None:
+        raise own_error
     if len(set(digests)) == 1:
         return
-    lines, failed = [each.split("\n") for each in said], [i for i, n in enumerate(marked) if n < 0]
+    lines, failed = [rank_text.split("\n") for rank_text in rank_texts], [i for i, n in enumerate(marked) if n < 0]
     if failed:
         reason = " ".join(lines[failed[0]][1:]).removeprefix(f"{name}: ")
         raise ValueError(bounded(f"{name}: rank {ranks_along(axis)[failed[0]]} failed: {reason}"))
     raise ValueError(f"{name}: {_difference_of_arguments(lines, axis, subject)}")
 
 
-def _alone(name: str, what: str, described: list[str], before: Iterable[str] | None) -> tuple[str, list[str]]:
+def _alone(name: str, subject_name: str, described: list[str], before: Iterable[str] | None) -> tuple[str, list[str]]:
     """Says what is new to this rank since earlier calls, for when others do not come, and which lines it replaces."""
     earlier = set(before or ())
     if not described or (before is not None and not earlier):
@@ -138,20 +142,20 @@ def _alone(name: str, what: str, described: list[str], before: Iterable[str] | N
     known = sorted(line for line in earlier if line.partition(": ")[0] in names)
     news = _few(new) + (f"; known before: {_few(known)}" if known else "")
     rank = process_groups.global_rank()
-    what = f"{what} are new to rank {rank}" if earlier else f"rank {rank} compares {what}"
-    return f"{name}: {what} ({news}), and not every other rank has come to compare", known
+    subject_name = f"{subject_name} are new to rank {rank}" if earlier else f"rank {rank} compares {subject_name}"
+    return f"{name}: {subject_name} ({news}), and not every other rank has come to compare", known
 
 
 _ROWS = re.compile(r"(.+: \S+) \(\d+(.*)\)")
 
 
-def _advised(subject: tuple[str, str], one: list[str], *others: list[str]) -> str:
+def _advised(subject: tuple[str, str], own_lines: list[str], *other_ranks: list[str]) -> str:
     """Returns the advice about a difference, with more where two lines differ by the number of rows alone."""
 
     def named(lines: set[str]) -> set[tuple[str, str]]:
         return {(match[1], match[2]) for match in map(_ROWS.fullmatch, lines) if match}
 
-    rows = any(named(set(one) - set(other)) & named(set(other) - set(one)) for other in others)
+    rows = any(named(set(own_lines) - set(other)) & named(set(other) - set(own_lines)) for other in other_ranks)
     batch = ". If this is a last batch with fewer rows, drop it (drop_last=True) or pad it"
     return subject[1] + batch * (subject is ARGUMENTS and rows)
 
@@ -165,11 +169,13 @@ def _few(lines: list[str]) -> str:
 def _difference_of_arguments(lines: list[list[str]], axis: Axis, subject: tuple[str, str]) -> str:
     """Returns what differs between ranks, from each rank's lines, the first of which names the operation."""
     if len({line[0].partition(_CALLED)[0] for line in lines}) > 1:
-        return f"ranks do different things: {told(axis, [_operation(each) for each in lines])}. {ALIKE}"
+        return f"ranks do different things: {told(axis, [_operation(rank_lines) for rank_lines in lines])}. {ALIKE}"
     plain = [[first, *map(_plain, rest)] for first, *rest in lines]
     # Values follow from the rest, so checksums are told only if nothing else differs; if no line does, the order does.
     sentences = (
-        _sentences(plain, axis) or _sentences(lines, axis) or [told(axis, ["; ".join(each[1:]) for each in lines])]
+        _sentences(plain, axis)
+        or _sentences(lines, axis)
+        or [told(axis, ["; ".join(rank_lines[1:]) for rank_lines in lines])]
     )
     advice = _advised(subject, *plain)
     return f"{subject[0]} differ between ranks: {findings(sentences, 6)}. {advice}"
@@ -179,7 +185,7 @@ def _sentences(lines: list[list[str]], axis: Axis) -> list[str]:
     """Says of each line that not all ranks have which ranks have it, and which have none of its name."""
     ranks = ranks_along(axis)
     owners: dict[str, list[int]] = {}  # by index; lines that stand at the same place follow each other
-    for column in itertools.zip_longest(*(dict.fromkeys(each[1:]) for each in lines)):
+    for column in itertools.zip_longest(*(dict.fromkeys(rank_lines[1:]) for rank_lines in lines)):
         for i, line in enumerate(column):
             if line is not None:
                 owners.setdefault(line, []).append(i)
@@ -206,8 +212,8 @@ _CHECKSUM = re.compile(r"(?:, \w+)? with checksum \w+$")
 
 def _name(line: str) -> str:
     """Returns what a line is about: `x['w']` of `x['w']: torch.float32 (2,)`; empty if it is about nothing by name."""
-    found = _NAMED.match(line)
-    return found[1] if found else ""
+    match = _NAMED.match(line)
+    return match[1] if match else ""
 
 
 def _plain(line: str) -> str:
@@ -229,12 +235,12 @@ _CALLED = ", called at "
 ALIKE = "All ranks along an axis call the same collectives, on values of the same shape and dtype, in the same order"
 
 
-def told(axis: Axis, said: Sequence[str]) -> str:
+def told(axis: Axis, rank_texts: Sequence[str]) -> str:
     """Describes what each rank along an axis said, in the order of `gathered`, with one entry for equal texts."""
-    who: dict[str, list[int]] = {}
-    for rank, text in zip(ranks_along(axis), said, strict=True):
-        who.setdefault(text, []).append(rank)
-    return findings(f"{_having(some)} {text}" for text, some in who.items())
+    ranks_by_text: dict[str, list[int]] = {}
+    for rank, text in zip(ranks_along(axis), rank_texts, strict=True):
+        ranks_by_text.setdefault(text, []).append(rank)
+    return findings(f"{_having(some)} {text}" for text, some in ranks_by_text.items())
 
 
 def ranks_along(axis: Axis) -> list[int]:
@@ -244,11 +250,11 @@ def ranks_along(axis: Axis) -> list[int]:
     return sorted(dist.get_process_group_ranks(process_groups.group_of(axis.group)))
 
 
-def texts(own: bytes, lengths: Sequence[int], along: Axis, what: str, of: str) -> list[str]:
+def texts(own_text: bytes, lengths: Sequence[int], axis: Axis, operation: str, caller: str) -> list[str]:
     """Returns the text of each rank along an axis; `own` is this rank's, `lengths` are the byte lengths of all."""
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
-    padded[: len(own)] = torch.tensor(list(own), dtype=torch.uint8, device="cpu")
-    rows = gathered(padded, along, None, what, of)
+    padded[: len(own_text)] = torch.tensor(list(own_text), dtype=torch.uint8, device="cpu")
+    rows = gathered(padded, axis, None, operation, caller)
     return [bytes(row[:n].tolist()).decode(errors="replace") for row, n in zip(rows, lengths, strict=True)]
 
 
@@ -266,7 +272,7 @@ def failing_together(
     try:
         yield
     except kinds as error:
-        agree([], meshes, name, mine=error)
+        agree([], meshes, name, own_error=error)
         raise  # where no mesh was given
 
 
@@ -274,8 +280,8 @@ def gathered(
     row: Tensor,
     mesh: DeviceMesh | Axis,
     axes: tuple[str, ...] | None = None,
-    what: str = "comparing",
-    of: str = "",
+    operation: str = "comparing",
+    caller: str = "",
     note: str = "",
 ) -> Tensor:
     """Returns the rows of all ranks, or of those along some axes, on the CPU: `[ranks, *row.shape]`.
@@ -287,7 +293,7 @@ def gathered(
         return row[None]
     # A group of its own where backends allow: a rank that does not compare cannot answer with other data.
     group = cpu_group(ranks_along(axis), "compare").group_name
-    with waiting.on(what, group, of, note=note), at_once():
+    with waiting.on(operation, group, caller, note=note), at_once():
         return kernels.all_gather(functorch.unwrapped(row)[None], 0, axis.size, group)
 
 
@@ -321,16 +327,24 @@ def compare(op: str, values: str, axis: Axis, served: bool = False, by: str = DE
     if axis.size == 1:
         return
     leaf = f"{attribution.leaf}: " if attribution.leaf else ""
-    what = f"{op}({leaf}{values})" if values else op
+    described = f"{op}({leaf}{values})" if values else op
     line, failed = callers.caller(), comparisons.failure(axis.group)
     call = op if served or _backward() else callers.asked(op)
     axes = waiting.named(axis.group)
-    within = f" in {call}" if call != op else ""
-    text = f"{what}{within}{f' over {axes}' if axes else ''}{_purpose(served, line)}, called at {line}{failed}"
-    here = comparisons.place(axis.group, text)
-    same = [what, attribution.stage, _backward(), here.inside > 1, line if debugging.collectives and not served else ""]
-    counted = f"(number {here.inside} of the call at {here.where})" if here.inside else "(outside of any call)"
-    with comparisons.at(here), at_once(), unrecorded():
+    call_suffix = f" in {call}" if call != op else ""
+    text = (
+        f"{described}{call_suffix}{f' over {axes}' if axes else ''}{_purpose(served, line)}, called at {line}{failed}"
+    )
+    place = comparisons.place(axis.group, text)
+    same = [
+        described,
+        attribution.stage,
+        _backward(),
+        place.inside > 1,
+        line if debugging.collectives and not served else "",
+    ]
+    counted = f"(number {place.inside} of the call at {place.where})" if place.inside else "(outside of any call)"
+    with comparisons.at(place), at_once(), unrecorded():
         difference = _difference(repr(same), f"{text}\n{counted}", axis, by)
     if difference:
         comparisons.alike()
@@ -360,9 +374,9 @@ def _purpose(served: bool, line: str) -> str:
         return " in backward" if backward else ""
     if not backward:
         _forwards[stage] = line
-    way = f"{' of' if served else ' inside'} stage {stage!r} in {'backward' if backward else 'forward'}"
+    purpose = f"{' of' if served else ' inside'} stage {stage!r} in {'backward' if backward else 'forward'}"
     began = _forwards.get(stage, line)
-    return f"{way} (that ran forward at {began})" if backward and began != line else way
+    return f"{purpose} (that ran forward at {began})" if backward and began != line else purpose
 
 
 def _difference(same: str, text: str, axis: Axis, by: str) -> str:
@@ -373,7 +387,7 @@ def _difference(same: str, text: str, axis: Axis, by: str) -> str:
     if len(set(digests)) == 1:
         return ""
     # A rank whose arguments are wrong marks that by a negative length, see `agree`.
-    said = texts(data, [*map(abs, lengths)], axis, "comparing collectives that differ", by)
-    each = [text.split("\n") for text in said]
-    distinct = len({lines[0] for lines in each}) > 1
-    return told(axis, [_operation(lines) if distinct else " ".join(lines) for lines in each])
+    rank_texts = texts(data, [*map(abs, lengths)], axis, "comparing collectives that differ", by)
+    rank_lines = [text.split("\n") for text in rank_texts]
+    distinct = len({lines[0] for lines in rank_lines}) > 1
+    return told(axis, [_operation(lines) if distinct else " ".join(lines) for lines in rank_lines])

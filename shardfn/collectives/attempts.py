@@ -65,8 +65,8 @@ class Attempt:
         what: name of the attempt, for messages.
     """
 
-    def __init__(self, ranks: Sequence[int], what: str) -> None:
-        self.ranks, self.what, self.rank = sorted(ranks), what, dist.get_rank()
+    def __init__(self, ranks: Sequence[int], name: str) -> None:
+        self.ranks, self.what, self.rank = sorted(ranks), name, dist.get_rank()
         digest = hashlib.blake2b(repr((lane(), self.ranks)).encode(), digest_size=8).hexdigest()
         self.count: Count = world_of_thread().agreed.setdefault(f"attempts {digest}", Count())
         self.count.n += 1
@@ -107,23 +107,23 @@ class Attempt:
             for key in ("off", "came", f"fared/{self.rank}", f"beat/{self.rank}"):
                 self.store.delete_key(f"{prefix}/{key}")
 
-    def called_off(self, within: float = 0.0) -> bool:
+    def called_off(self, timeout_s: float = 0.0) -> bool:
         """Whether a rank is known to have called it off, or does so within some seconds."""
-        limit = time.monotonic() + within
+        limit = time.monotonic() + timeout_s
         while not self._told(f"{self.prefix}/off"):
             if time.monotonic() >= limit:
                 return False
             time.sleep(0.01)
         return True
 
-    def call_off(self, why: str) -> None:
+    def call_off(self, reason: str) -> None:
         """Ends the attempt on all ranks, each of which must then `interrupt` its groups and `meet` the others."""
-        self.store.set(f"{self.prefix}/off", why)
+        self.store.set(f"{self.prefix}/off", reason)
 
-    def failed(self, why: str) -> None:
+    def failed(self, reason: str) -> None:
         """Reports that this rank leaves because of another error."""
         with contextlib.suppress(RuntimeError):  # the store may have ended with a rank
-            self._note(Fared("failed", why))
+            self._note(Fared("failed", reason))
 
     def interrupt(self) -> None:
         """Interrupts what is under way in the groups; only the first call has an effect."""
@@ -136,13 +136,13 @@ class Attempt:
             self._release()
             process_groups.interrupt(self.groups)
 
-    def meet(self, mine: Fared) -> dict[int, Fared]:
+    def meet(self, own_outcome: Fared) -> dict[int, Fared]:
         """Returns how each rank fared in an attempt that was called off; waits until all have reported.
 
         Raises:
             RuntimeError: a rank shows no sign of life any more.
         """
-        self._note(replace(mine, groups=tuple(group.group_name for group in self.groups or ())))
+        self._note(replace(own_outcome, groups=tuple(group.group_name for group in self.groups or ())))
         pause, beats, checked = 0.001, dict.fromkeys(self.ranks, (0, time.monotonic())), time.monotonic()
         while self.store.add(f"{self.prefix}/came", 0) < len(self.ranks):
             time.sleep(pause)
@@ -201,17 +201,17 @@ class Attempt:
 
     def _refuse_lost(self, beats: dict[int, tuple[int, float]]) -> None:
         """Raises RuntimeError if a rank that has not reported shows no sign of life."""
-        now = time.monotonic()
+        current_time = time.monotonic()
         for rank in self.ranks:
             if rank == self.rank or self.store.check([f"{self.prefix}/fared/{rank}"]):
                 continue
             beat, since = self.store.add(f"{self.prefix}/beat/{rank}", 0), beats[rank][1]
             if beat != beats[rank][0]:
-                beats[rank] = beat, now
-            elif now - since > PATIENCE:
+                beats[rank] = beat, current_time
+            elif current_time - since > PATIENCE:
                 raise RuntimeError(
                     f"{self.what}: it was called off, and rank {rank} has not come back from it, nor given a sign of "
-                    f"life for {now - since:.0f} s: it has ended; look at its output first"
+                    f"life for {current_time - since:.0f} s: it has ended; look at its output first"
                 )
 
 

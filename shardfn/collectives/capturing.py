@@ -55,8 +55,8 @@ def preparing() -> bool:
     return current.prepares
 
 
-def refuse_traced(what: str) -> None:
+def refuse_traced(operation: str) -> None:
     """Raises RuntimeError if this thread traces a step, whose tensors have no numbers to send."""
     watch = current.watch
     if watch is not None and watch.traces:
-        raise RuntimeError(f"{watch.name}: a compiled step cannot hold {what} (at {callers.caller()})")
+        raise RuntimeError(f"{watch.name}: a compiled step cannot hold {operation} (at {callers.caller()})")

@@ -84,7 +84,7 @@ class Wire:
 
     def rounded(self, x: Tensor, dtype: torch.dtype, holes: Sequence[tuple[int, int]]) -> Tensor:
         """`x [numel]` with holes, encoded and decoded, in its own dtype; the derivative is that of `x` itself."""
-        bounds = [0, *(at for start, length in holes for at in (start, start + length)), len(x)]
+        bounds = [0, *(bound for start, length in holes for bound in (start, start + length)), len(x)]
         pieces = [x[a:b] for a, b in itertools.pairwise(bounds)]
         x = torch.cat([torch.zeros_like(piece) if k % 2 else piece for k, piece in enumerate(pieces)])
         arrived = self.format.decode(self.format.encode(x), self.numel, dtype).to(x.dtype)
@@ -131,10 +131,10 @@ def reduce_scatter(
     _record("reduce_scatter", wire, comm, size - 1)
 
     def add() -> None:
-        _compare(wire, received, tag, comm, own=index)
+        _compare(wire, received, tag, comm, own_index=index)
         out.copy_(pieces[index])
-        for others in (received[:index], received[index + 1 :]):
-            for _, numbers in wire.read_all(others, out.dtype):
+        for received_pieces in (received[:index], received[index + 1 :]):
+            for _, numbers in wire.read_all(received_pieces, out.dtype):
                 for row in numbers:  # one after another, so that sums do not depend on how many are decoded together
                     out.add_(row)
 
@@ -154,19 +154,19 @@ def all_reduce(x: Tensor, comm: Communicator, format: Format, tag: Tag, scratch:
     scattered = reduce_scatter(padded, part, comm, format, tag, scratch)
 
     def gather() -> Handle:
-        whole = scratch(size * wire.length).view(size, -1)
-        wire.write(part, whole[index])
-        wire.tags(whole[index]).copy_(tag(x.device))
+        encoded = scratch(size * wire.length).view(size, -1)
+        wire.write(part, encoded[index])
+        wire.tags(encoded[index]).copy_(tag(x.device))
         _record("all_gather", wire, comm, size - 1)
 
         def finish() -> None:
-            _compare(wire, whole, tag, comm)
-            for start, numbers in wire.read_all(whole, x.dtype):
+            _compare(wire, encoded, tag, comm)
+            for start, numbers in wire.read_all(encoded, x.dtype):
                 into = x[start * n : (start + len(numbers)) * n]
                 into.copy_(numbers.view(-1)[: len(into)])
 
         move = TRANSPORTS["all_gather"][transport("all_gather", comm)]
-        return CombinedWorks([move(whole.view(-1), comm)], finish)
+        return CombinedWorks([move(encoded.view(-1), comm)], finish)
 
     return Later(scattered, gather)
 
@@ -176,12 +176,12 @@ def _record(op: str, wire: Wire, comm: Communicator, pieces: int) -> None:
         record(op, comm.axis.group, torch.uint8, pieces * wire.length, str(wire.format), comm.names)
 
 
-def _compare(wire: Wire, pieces: Tensor, tag: Tag, comm: Communicator, own: int | None = None) -> None:
+def _compare(wire: Wire, pieces: Tensor, tag: Tag, comm: Communicator, own_index: int | None = None) -> None:
     """Raises RuntimeError unless the tags of all pieces `[n, length]`, except this rank's `own`, match this rank's."""
 
-    def wrong(found: Tensor, start: int) -> str | None:
-        wanted = tag(found.device)
-        if all(torch.equal(row, wanted) for i, row in enumerate(found, start) if i != own):
+    def wrong(tags: Tensor, start: int) -> str | None:
+        expected = tag(tags.device)
+        if all(torch.equal(row, expected) for i, row in enumerate(tags, start) if i != own_index):
             return None
         return "ranks sum the gradients of different stages, or in different formats"
 

@@ -127,9 +127,9 @@ class Purpose(NamedTuple):
         return f"{self.stage} {self.number}"
 
 
-def arrived(work: Handle, op: str, group: str, of: str | Purpose) -> None:
+def arrived(work: Handle, op: str, group: str, purpose: str | Purpose) -> None:
     """Waits for a work; a long wait is reported as this operation."""
-    with waiting.on(op, group, of):
+    with waiting.on(op, group, purpose):
         work.wait()
 
 
@@ -174,12 +174,16 @@ def transports(mesh: DeviceMesh, **chosen: str) -> Iterator[None]:
     Example:
         ``with transports(mesh, reduce_scatter="exchange"): loss, gradient = step(params, batch)``
     """
-    for op, how in chosen.items():
-        if how not in TRANSPORTS.get(op, {}):
+    for op, transport_name in chosen.items():
+        if transport_name not in TRANSPORTS.get(op, {}):
             choices = "; ".join(f"{name}: {', '.join(ways)}" for name, ways in TRANSPORTS.items())
-            raise ValueError(f"transports: there is no {op}={how!r}; there are {choices}")
+            raise ValueError(f"transports: there is no {op}={transport_name!r}; there are {choices}")
         world = dist.group.WORLD
-        if how == "direct" and world is not None and not process_groups.sends_at_once(world, mesh.device_type):
+        if (
+            transport_name == "direct"
+            and world is not None
+            and not process_groups.sends_at_once(world, mesh.device_type)
+        ):
             backend = process_groups.backend_of(world, mesh.device_type)
             raise ValueError(
                 f'transports: {op}="direct" sends each piece as a message of its own, as gloo can from the memory of '
@@ -204,15 +208,15 @@ def all_gather(
 
     Messages between ranks only meet those of the same `purpose` (a `Purpose`'s number, or 0).
     """
-    how = _issued("all_gather", comm, (whole.nbytes, dtype))
-    if how == "native" and own is not None:  # saves finding the own piece again at every step
+    transport_name = _issued("all_gather", comm, (whole.nbytes, dtype))
+    if transport_name == "native" and own is not None:  # saves finding the own piece again at every step
         return process_groups.start_all_gather(whole, own, comm.gathers)
-    if how == "direct":
+    if transport_name == "direct":
         return _gather_directly(whole, comm, purpose)
-    return TRANSPORTS["all_gather"][how](whole, comm)
+    return TRANSPORTS["all_gather"][transport_name](whole, comm)
 
 
-def gather_by_hops(whole: Tensor, index: int, hops: Sequence[Communicator], dtype: torch.dtype) -> Handle:
+def gather_by_hops(full: Tensor, index: int, hops: Sequence[Communicator], dtype: torch.dtype) -> Handle:
     """Like `all_gather` over a product of axes, in which this rank has position `index`, one axis after another.
 
     The first of `hops` is the minor axis: it gathers a contiguous stretch of `whole`, which the next hop passes on.
@@ -221,18 +225,20 @@ def gather_by_hops(whole: Tensor, index: int, hops: Sequence[Communicator], dtyp
     for comm in hops:
         pieces //= comm.axis.size
         index //= comm.axis.size
-        region = whole.view(pieces, -1)[index]
-        how = _issued("all_gather", comm, (region.nbytes, dtype))  # now, since later hops start on another thread
-        steps.append((functools.partial(TRANSPORTS["all_gather"][how], region, comm), how))
+        region = full.view(pieces, -1)[index]
+        transport_name = _issued(
+            "all_gather", comm, (region.nbytes, dtype)
+        )  # now, since later hops start on another thread
+        steps.append((functools.partial(TRANSPORTS["all_gather"][transport_name], region, comm), transport_name))
     work: Handle = steps[0][0]()
-    for start, how in steps[1:]:
-        work = _followed(work, start, how, whole.device)
+    for start, transport_name in steps[1:]:
+        work = _followed(work, start, transport_name, full.device)
     return work
 
 
-def _followed(first: Handle, start: Callable[[], Handle], how: str, device: torch.device) -> Handle:
+def _followed(first: Handle, start: Callable[[], Handle], transport_name: str, device: torch.device) -> Handle:
     """Starts a collective once `first`, whose result it needs, has arrived."""
-    if how == "direct":
+    if transport_name == "direct":
         return Launched(lambda: (first.wait(), [start()])[1])
     if device.type == "cpu":
         return Later(first, start)
@@ -277,17 +283,17 @@ def reduce_scatter(
         def scratch(n: int) -> Tensor:
             return _real(complex_scratch(n // 2))
 
-    how = _issued("reduce_scatter", comm, (flat.nbytes, flat.dtype))
-    if how == "direct":
+    transport_name = _issued("reduce_scatter", comm, (flat.nbytes, flat.dtype))
+    if transport_name == "direct":
         return _scatter_directly(flat, out, comm, scratch, purpose)
-    return TRANSPORTS["reduce_scatter"][how](flat, out, comm, scratch)
+    return TRANSPORTS["reduce_scatter"][transport_name](flat, out, comm, scratch)
 
 
 def all_reduce(x: Tensor, comm: Communicator) -> Handle:
     """Sums `x` over ranks, in place."""
     x = _real(x)
-    how = _issued("all_reduce", comm, (x.nbytes, x.dtype))
-    return TRANSPORTS["all_reduce"][how](x, comm)
+    transport_name = _issued("all_reduce", comm, (x.nbytes, x.dtype))
+    return TRANSPORTS["all_reduce"][transport_name](x, comm)
 
 
 def compared(op: str, comm: Communicator, *buffers: tuple[int, torch.dtype], more: str = "") -> None:
@@ -303,13 +309,13 @@ def _issued(op: str, comm: Communicator, *buffers: tuple[int, torch.dtype]) -> s
         compared(op, comm, *buffers)
     if current.watch is not None:
         refuse_traced(f"{op} into memory that is filled again")
-    how = comm.overrides.get(op) or comm.chosen[op]
+    transport_name = comm.overrides.get(op) or comm.chosen[op]
     if open_ledgers:
         times = 2 if op == "all_reduce" else 1
         for nbytes, dtype in buffers:
             sent = times * nbytes * (comm.axis.size - 1) // comm.axis.size
-            record(op, comm.axis.group, dtype, sent, how, comm.names)
-    return how
+            record(op, comm.axis.group, dtype, sent, transport_name, comm.names)
+    return transport_name
 
 
 def _real(x: Tensor) -> Tensor:
@@ -321,22 +327,22 @@ def _overrides(mesh: DeviceMesh) -> dict[str, str]:
     return per_mesh(mesh, "transports", dict[str, str])
 
 
-def _gather_natively(whole: Tensor, comm: Communicator) -> Handle:
-    own = whole.view(comm.axis.size, -1)[comm.axis.index]
-    return process_groups.start_all_gather(whole, own, comm.gathers)
+def _gather_natively(full: Tensor, comm: Communicator) -> Handle:
+    own_piece = full.view(comm.axis.size, -1)[comm.axis.index]
+    return process_groups.start_all_gather(full, own_piece, comm.gathers)
 
 
-def _gather_by_broadcasts(whole: Tensor, comm: Communicator) -> Handle:
-    pieces = whole.view(comm.axis.size, -1).unbind()
+def _gather_by_broadcasts(full: Tensor, comm: Communicator) -> Handle:
+    pieces = full.view(comm.axis.size, -1).unbind()
     return CombinedWorks(
         [dist.broadcast(piece, group=comm.gathers, group_src=i, async_op=True) for i, piece in enumerate(pieces)]
     )
 
 
-def _gather_directly(whole: Tensor, comm: Communicator, purpose: int = 0) -> Handle:
-    pieces = whole.view(comm.axis.size, -1).unbind()
-    own = [pieces[comm.axis.index]]
-    return exchanged([[piece] for piece in pieces], [own] * len(pieces), comm, gathers=True, purpose=purpose)
+def _gather_directly(full: Tensor, comm: Communicator, purpose: int = 0) -> Handle:
+    pieces = full.view(comm.axis.size, -1).unbind()
+    own_pieces = [pieces[comm.axis.index]]
+    return exchanged([[piece] for piece in pieces], [own_pieces] * len(pieces), comm, gathers=True, purpose=purpose)
 
 
 def exchanged(
@@ -354,12 +360,12 @@ def exchanged(
     """
     if current.watch is not None:
         refuse_traced("messages into memory that is filled again")
-    others = [i for i in range(comm.axis.size) if i != comm.axis.index]
+    peers = [i for i in range(comm.axis.size) if i != comm.axis.index]
     group = comm.gathers if gathers else comm.reductions
 
     def launch() -> list[Any]:
-        works = [group.recv([x], i, _tag(x, gathers, purpose)) for i in others for x in into[i] if x.nbytes]
-        return works + [group.send([x], i, _tag(x, gathers, purpose)) for i in others for x in out[i] if x.nbytes]
+        works = [group.recv([x], i, _tag(x, gathers, purpose)) for i in peers for x in into[i] if x.nbytes]
+        return works + [group.send([x], i, _tag(x, gathers, purpose)) for i in peers for x in out[i] if x.nbytes]
 
     return Launched(launch, group)
 
@@ -385,19 +391,21 @@ def _scatter_directly(
     flat: Tensor, out: Tensor, comm: Communicator, scratch: Callable[[int], Tensor], purpose: int = 0
 ) -> Handle:
     pieces = flat.view(comm.axis.size, -1).unbind()
-    own, index = pieces[comm.axis.index], comm.axis.index
-    received = list(scratch(flat.numel() - own.numel()).view(comm.axis.size - 1, -1).unbind())
+    own_piece, index = pieces[comm.axis.index], comm.axis.index
+    received = list(scratch(flat.numel() - own_piece.numel()).view(comm.axis.size - 1, -1).unbind())
 
     def add() -> None:
         # In a narrow dtype each addition would round, so the sum is kept in float32 and rounded once.
         wide = out if out.dtype.itemsize >= 4 else torch.empty_like(out, dtype=torch.float32)
-        torch.add(own, received[0], out=wide) if own.dtype == wide.dtype else wide.copy_(own).add_(received[0])
+        torch.add(own_piece, received[0], out=wide) if own_piece.dtype == wide.dtype else wide.copy_(own_piece).add_(
+            received[0]
+        )
         for piece in received[1:]:
             wide.add_(piece)
         if wide is not out:
             out.copy_(wide)
 
-    into = [[piece] for piece in [*received[:index], own, *received[index:]]]
+    into = [[piece] for piece in [*received[:index], own_piece, *received[index:]]]
     return CombinedWorks([exchanged(into, [[piece] for piece in pieces], comm, purpose=purpose)], add)
 
 

@@ -173,15 +173,15 @@ def _marks(source: Sequence[int], index: int) -> tuple[list[int], list[int]]:
 
 
 def _recorded(
-    op: str, x: Tensor, share: float, group: str, how: str, scheduled: bool | None = None
+    op: str, x: Tensor, share: float, group: str, native_transport: str, scheduled: bool | None = None
 ) -> messages.GlooPeers | None:
     """Enters a collective in the ledger; returns the peers that exchange messages, None if the backend moves `x`."""
     peers = messages.peers(x, group)
     if recording():
         size = process_groups.group_of(group).size() if op == "all_reduce" else 0
         share = share * (1 - 1 / size) if size else share
-        way = how if peers is None else "direct"
-        record(op, group, x.dtype, round(x.numel() * x.element_size() * share), way, scheduled=scheduled)
+        transport = native_transport if peers is None else "direct"
+        record(op, group, x.dtype, round(x.numel() * x.element_size() * share), transport, scheduled=scheduled)
     return peers
 
 

@@ -74,7 +74,7 @@ class Ledger:
         head = ("op", "axis", "dtype", "transport", "issued", "pass", "calls", "MB sent")
         rows = [(*key, str(len(sent)), f"{sum(sent) / 1e6:.3f}") for key, sent in kinds.items()]
         widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-        lines = ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)) for row in (head, *rows)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)]
         return "\n".join(line.rstrip() for line in lines)
 
 
@@ -193,7 +193,7 @@ def record(
     group: str,
     dtype: torch.dtype,
     sent: int,
-    how: str,
+    transport: str,
     axis: tuple[str, ...] | None = None,
     scheduled: bool | None = None,
     backward: bool | None = None,
@@ -211,6 +211,6 @@ def record(
     if backward is None:
         backward = autograd.inside_backward() if attribution.backward is None else attribution.backward
     issued_early = attribution.scheduled if scheduled is None else scheduled
-    entry = Record(op, axis, attribution.stage, dtype, sent, how, issued_early, backward)
+    entry = Record(op, axis, attribution.stage, dtype, sent, transport, issued_early, backward)
     for log in logs:
         log.records.append(entry)

@@ -72,21 +72,21 @@ def forget(groups: Sequence[Any]) -> None:
         _known.pop(group.group_name, None)
 
 
-def gather(p: GlooPeers, x: Tensor, *what: Hashable) -> Tensor:
+def gather(p: GlooPeers, x: Tensor, *kind: Hashable) -> Tensor:
     """Returns every rank's `x`, stacked: `[size, *x.shape]`."""
-    whole = x.new_empty((p.size, *x.shape))
-    pieces, own = whole.unbind(), _sendable(x)
-    wait = start(p, (*what, x.dtype, x.shape), [(i, pieces[i]) for i in p.others], [(i, own) for i in p.others])
-    pieces[p.index].copy_(own)
+    gathered = x.new_empty((p.size, *x.shape))
+    pieces, own_piece = gathered.unbind(), _sendable(x)
+    wait = start(p, (*kind, x.dtype, x.shape), [(i, pieces[i]) for i in p.others], [(i, own_piece) for i in p.others])
+    pieces[p.index].copy_(own_piece)
     wait()
-    return whole
+    return gathered
 
 
-def exchange(p: GlooPeers, x: Tensor, *what: Hashable) -> Tensor:
+def exchange(p: GlooPeers, x: Tensor, *kind: Hashable) -> Tensor:
     """Sends `x[j]` of rank `i` to rank `j` as its row `i`: `[size, ...] -> [size, ...]`."""
     received = torch.empty_like(x, memory_format=torch.contiguous_format)
     into, out = received.unbind(), _sendable(x).unbind()
-    wait = start(p, (*what, x.dtype, x.shape), [(i, into[i]) for i in p.others], [(i, out[i]) for i in p.others])
+    wait = start(p, (*kind, x.dtype, x.shape), [(i, into[i]) for i in p.others], [(i, out[i]) for i in p.others])
     into[p.index].copy_(out[p.index])
     wait()
     return received
@@ -94,39 +94,39 @@ def exchange(p: GlooPeers, x: Tensor, *what: Hashable) -> Tensor:
 
 def reduce(p: GlooPeers, x: Tensor, op: str) -> Tensor:
     """Returns the `"sum"`, `"max"` or `"min"` of every rank's `x` in rank order: the same bits on all ranks."""
-    what = ("all_reduce", op, x.dtype, x.shape)
+    kind = ("all_reduce", op, x.dtype, x.shape)
     if x.numel() * x.element_size() * (p.size - 1) > SMALL:
-        return _reduce_in_pieces(p, x, op, what)
+        return _reduce_in_pieces(p, x, op, kind)
     if p.size == 2:
-        return combined(gather(p, x, *what[:2]).unbind(), op)
+        return combined(gather(p, x, *kind[:2]).unbind(), op)
     stacked = x.new_empty((p.size, *x.shape)) if p.index == 0 else x.new_empty((1, *x.shape))
-    slots, own = stacked.unbind(), _sendable(x)
+    slots, own_piece = stacked.unbind(), _sendable(x)
     if p.index:
-        start(p, what, [], [(0, own)])()
-        start(p, (*what, "back"), [(0, slots[0])], [])()
+        start(p, kind, [], [(0, own_piece)])()
+        start(p, (*kind, "back"), [(0, slots[0])], [])()
         return slots[0]
-    wait = start(p, what, [(i, slots[i]) for i in p.others], [])
-    slots[0].copy_(own)
+    wait = start(p, kind, [(i, slots[i]) for i in p.others], [])
+    slots[0].copy_(own_piece)
     wait()
     total = combined(slots, op)
-    start(p, (*what, "back"), [], [(i, total) for i in p.others])()
+    start(p, (*kind, "back"), [], [(i, total) for i in p.others])()
     return total
 
 
-def _reduce_in_pieces(p: GlooPeers, x: Tensor, op: str, what: What) -> Tensor:
+def _reduce_in_pieces(p: GlooPeers, x: Tensor, op: str, kind: What) -> Tensor:
     """Each rank reduces its piece of the whole, and sends the result to the others."""
     out = x.clone(memory_format=torch.contiguous_format)
     length = -(-out.numel() // p.size)
     pieces = [out.view(-1)[i * length : (i + 1) * length] for i in range(p.size)]
-    mine = pieces[p.index]
-    received = mine.new_empty((p.size - 1, mine.numel())).unbind()
-    parts = [*received[: p.index], mine, *received[p.index :]]  # by rank
-    start(p, what, [(i, parts[i]) for i in p.others], [(i, pieces[i]) for i in p.others])()
+    own_piece = pieces[p.index]
+    received = own_piece.new_empty((p.size - 1, own_piece.numel())).unbind()
+    parts = [*received[: p.index], own_piece, *received[p.index :]]  # by rank
+    start(p, kind, [(i, parts[i]) for i in p.others], [(i, pieces[i]) for i in p.others])()
     if p.index < 2:  # the first step reads `mine` and may overwrite it; a later step would read it after that
-        combined(parts, op, out=mine)
+        combined(parts, op, out=own_piece)
     else:
-        mine.copy_(combined(parts, op))
-    start(p, (*what, "back"), [(i, pieces[i]) for i in p.others], [(i, mine) for i in p.others])()
+        own_piece.copy_(combined(parts, op))
+    start(p, (*kind, "back"), [(i, pieces[i]) for i in p.others], [(i, own_piece) for i in p.others])()
     return out
 
 
@@ -145,56 +145,58 @@ def combined(parts: Sequence[Tensor], op: str, out: Tensor | None = None) -> Ten
 
 def permute(p: GlooPeers, x: Tensor, source: Sequence[int]) -> Callable[[], Tensor]:
     """Begins to send `x` so that rank `i` gets that of `source[i]`, or zeros for -1; the function returned waits."""
-    own = _sendable(x)
+    own_piece = _sendable(x)
     own_source = source[p.index]
-    out = own if own_source == p.index else x.new_zeros(x.shape) if own_source < 0 else own.new_empty(x.shape)
+    out = (
+        own_piece if own_source == p.index else x.new_zeros(x.shape) if own_source < 0 else own_piece.new_empty(x.shape)
+    )
     into = [(own_source, out)] if own_source not in (-1, p.index) else []
     targets = [i for i in p.others if source[i] == p.index]
-    arrive = start(p, ("ppermute", tuple(source), x.dtype, x.shape), into, [(i, own) for i in targets])
+    arrive = start(p, ("ppermute", tuple(source), x.dtype, x.shape), into, [(i, own_piece) for i in targets])
 
     def wait() -> Tensor:
         arrive()
-        return out.clone() if out is own else out
+        return out.clone() if out is own_piece else out
 
     return wait
 
 
-def ragged(p: GlooPeers, x: Tensor, send: Sequence[int], receive: Sequence[int], *what: Hashable) -> Tensor:
+def ragged(p: GlooPeers, x: Tensor, send: Sequence[int], receive: Sequence[int], *kind: Hashable) -> Tensor:
     """`send[j]` rows of `x` go to rank `j`, in order, and `receive[j]` come from it: `[sum(receive), ...]`."""
     received = x.new_empty((sum(receive), *x.shape[1:]))
     into, out = received.split(list(receive)), _sendable(x).split(list(send))
-    kind = (*what, x.dtype, x.shape[1:])
+    row_kind = (*kind, x.dtype, x.shape[1:])
     number, group = next(p.calls), p.group()
 
     def begin() -> list[Any]:
-        works = [group.recv([into[i]], i, _tag((*kind, receive[i]), number)) for i in p.others if receive[i]]
-        return works + [group.send([out[i]], i, _tag((*kind, send[i]), number)) for i in p.others if send[i]]
+        works = [group.recv([into[i]], i, _tag((*row_kind, receive[i]), number)) for i in p.others if receive[i]]
+        return works + [group.send([out[i]], i, _tag((*row_kind, send[i]), number)) for i in p.others if send[i]]
 
     works = Launched(begin, group)
     into[p.index].copy_(out[p.index])
-    _arrive(works, kind, group)
+    _arrive(works, row_kind, group)
     return received
 
 
-def start(p: GlooPeers, what: What, into: Sequence[Message], out: Sequence[Message]) -> Callable[[], None]:
+def start(p: GlooPeers, kind: What, into: Sequence[Message], out: Sequence[Message]) -> Callable[[], None]:
     """Begins to send and receive what all these ranks call `what`; the function returned waits for all of it.
 
     Another thread starts the works: a send copies to the receiver at once if the receiver is waiting, and when
     processes share cores, a thread that did so itself would be the last to wake up when an answer comes.
     """
-    tag, group = _tag(what, next(p.calls)), p.group()
+    tag, group = _tag(kind, next(p.calls)), p.group()
 
     def begin() -> list[Any]:
         works = [group.recv([x], i, tag) for i, x in into]
         return works + [group.send([x], i, tag) for i, x in out]
 
     works = Launched(begin, group)
-    return lambda: _arrive(works, what, group)
+    return lambda: _arrive(works, kind, group)
 
 
-def _arrive(works: Launched, what: What, group: Any) -> None:
-    described = _described(what)
-    wait = waiting.on(str(what[0]), group.group_name, _described(what[1:]))
+def _arrive(works: Launched, kind: What, group: Any) -> None:
+    described = _described(kind)
+    wait = waiting.on(str(kind[0]), group.group_name, _described(kind[1:]))
     try:
         with wait:
             works.wait()
@@ -210,19 +212,19 @@ def _arrive(works: Launched, what: What, group: Any) -> None:
         ) from None
 
 
-def _tag(what: What, number: int) -> int:
+def _tag(kind: What, number: int) -> int:
     """Returns a 31-bit tag; bit 30 is set, which keeps it apart from the small tags of other messages."""
-    return 0x40000000 | ((_digest(what) + number * 0x1E3779B1) & 0x3FFFFFFF)
+    return 0x40000000 | ((_digest(kind) + number * 0x1E3779B1) & 0x3FFFFFFF)
 
 
 @functools.lru_cache(maxsize=4096)
-def _described(what: What) -> str:
-    return ", ".join(str(tuple(part) if isinstance(part, torch.Size) else part) for part in what)
+def _described(kind: What) -> str:
+    return ", ".join(str(tuple(part) if isinstance(part, torch.Size) else part) for part in kind)
 
 
 @functools.lru_cache(maxsize=4096)
-def _digest(what: What) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=4).digest(), "big")
+def _digest(kind: What) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(kind).encode(), digest_size=4).digest(), "big")
 
 
 def _sendable(x: Tensor) -> Tensor:

@@ -33,8 +33,8 @@ Op = Callable[..., Tensor]
 def _namespace() -> str:
     # torch.compile caches graphs on disk by the names of their ops, so changed code needs a new name.
     folder = Path(__file__).parent
-    own = [folder / f"{name}.py" for name in ("messages", "kernels", "ops")]
-    files = [*own, *sorted((folder.parent / "compat").glob("*.py"))]
+    op_files = [folder / f"{name}.py" for name in ("messages", "kernels", "ops")]
+    files = [*op_files, *sorted((folder.parent / "compat").glob("*.py"))]
     code = b"".join(file.read_bytes() for file in files)
     return f"shardfn_{hashlib.blake2b(code, digest_size=4).hexdigest()}"
 
@@ -75,8 +75,8 @@ def _batching(op: Op, statics: str) -> Callable[..., tuple[Tensor, int]]:
     shifts = [int(argument.split()[-1].endswith("dim")) for argument in statics.split(",")]
 
     def batch(dim: int, x: Tensor, *args: Any) -> tuple[Tensor, int]:
-        moved = [a + 1 if shift else a for a, shift in zip(args, shifts, strict=True)]
-        return op(x.movedim(dim, 0), *moved), 0
+        shifted = [a + 1 if shift else a for a, shift in zip(args, shifts, strict=True)]
+        return op(x.movedim(dim, 0), *shifted), 0
 
     return batch
 
@@ -106,7 +106,7 @@ def collective(name: str, statics: str, kernel: Op, transpose: Op | None, meets:
             return kernel(x, *args)
         with paused():
             out = kernel(x, *args)
-        recorder.moved(name, args[-1], x, out)
+        recorder.record_collective(name, args[-1], x, out)
         return out
 
     return primitive(name, statics, recorded_kernel, transpose)
@@ -114,8 +114,8 @@ def collective(name: str, statics: str, kernel: Op, transpose: Op | None, meets:
 
 def described(name: str, x: Tensor, statics: dict[str, Any]) -> str:
     """A collective and its arguments, as far as they are the same on all ranks."""
-    own = ("group", "index", "send", "receive")
-    arguments = ", ".join([f"{key}={value}" for key, value in statics.items() if key not in own])
+    rank_arguments = ("group", "index", "send", "receive")
+    arguments = ", ".join([f"{key}={value}" for key, value in statics.items() if key not in rank_arguments])
     if name == "ragged_all_to_all":  # only `dim` may differ between ranks
         shape = [*x.shape[: statics["dim"]], "...", *x.shape[statics["dim"] + 1 :]]
     else:
@@ -175,10 +175,10 @@ def _on_all_ranks(comparison: Callable[[Axis, str], None], name: str) -> None:
             raise VaryingError(str(error), (finding,)) from None
 
 
-def _compare_lengths(statics: dict[str, Any], along: Axis) -> None:
+def _compare_lengths(statics: dict[str, Any], axis: Axis) -> None:
     """Raises ValueError on all ranks unless each rank receives what the others send to it."""
-    rows = gathered(torch.tensor([statics["index"], *statics["send"], *statics["receive"]], device="cpu"), along)
-    sent, received = rows[rows[:, 0].argsort(), 1:].split(along.size, 1)
+    rows = gathered(torch.tensor([statics["index"], *statics["send"], *statics["receive"]], device="cpu"), axis)
+    sent, received = rows[rows[:, 0].argsort(), 1:].split(axis.size, 1)
     for source, target in (sent != received.T).nonzero().tolist()[:1]:
         raise ValueError(
             f"ragged_all_to_all: position {source} along the axis sends {sent[source, target]} places to position "
@@ -262,7 +262,7 @@ verified: Op = collective(
 )
 
 
-def _verified(x: Tensor, what: str, group: str) -> Tensor:
+def _verified(x: Tensor, operation: str, group: str) -> Tensor:
     """Returns `x` after checking that all ranks have the same, up to the order in which they may have added."""
     if x.numel() and dispatch.plain(x):
         parts = torch.view_as_real(x) if x.is_complex() else x
@@ -270,8 +270,9 @@ def _verified(x: Tensor, what: str, group: str) -> Tensor:
         scale = torch.maximum(high.abs(), low.abs()).amax()
         if (high - low).amax() > scale * torch.finfo(x.dtype).eps ** 0.5:
             raise ValueError(
-                f"{what}: ranks have different derivatives of a value that is the same on all of them, each its own "
-                f"part: write shardfn.pvary(value, axes) where it meets what varies, whose transpose adds up the parts"
+                f"{operation}: ranks have different derivatives of a value that is the same on all of them, each its "
+                f"own part: write shardfn.pvary(value, axes) where it meets what varies, whose transpose adds up the "
+                f"parts"
             )
     return x
 

@@ -107,22 +107,22 @@ def _parse(side: str, pattern: str) -> PatternSide:
     dims: list[tuple[str, ...]] = []
     partial: list[str] = []
     for token in side.split():
-        words = token.removeprefix("+").split("/")
-        if not all(map(_WORD.fullmatch, words)) or (token.startswith("+") and len(words) > 1):
+        parts = token.removeprefix("+").split("/")
+        if not all(map(_WORD.fullmatch, parts)) or (token.startswith("+") and len(parts) > 1):
             raise ValueError(f"redistribute pattern {pattern!r}: cannot read {token!r}; write d, d/axis, or +axis")
         if token.startswith("+"):
-            partial += words
+            partial += parts
         elif partial:
             raise ValueError(f"redistribute pattern {pattern!r}: dimension {token!r} comes after a partial sum")
         else:
-            dims.append(tuple(words))
-    names = tuple(words[0] for words in dims)
-    axes = [axis for words in dims for axis in words[1:]] + partial
-    for kind, words in (("dimension", list(names)), ("axis", axes)):
-        for word in words:
-            if words.count(word) > 1:
-                raise ValueError(f"redistribute pattern {pattern!r}: {kind} {word!r} occurs twice on one side")
-    return PatternSide(names, tuple(words[1:] for words in dims), frozenset(partial))
+            dims.append(tuple(parts))
+    names = tuple(parts[0] for parts in dims)
+    axes = [axis for parts in dims for axis in parts[1:]] + partial
+    for kind, parts in (("dimension", list(names)), ("axis", axes)):
+        for name in parts:
+            if parts.count(name) > 1:
+                raise ValueError(f"redistribute pattern {pattern!r}: {kind} {name!r} occurs twice on one side")
+    return PatternSide(names, tuple(parts[1:] for parts in dims), frozenset(partial))
 
 
 def _steps(before: PatternSide, after: PatternSide, pattern: str) -> list[PatternStep]:
@@ -141,12 +141,12 @@ def _steps(before: PatternSide, after: PatternSide, pattern: str) -> list[Patter
     for dim, axes in _grouped(scattered, target):
         steps.append(PatternStep("reduce_scatter", axes, (("dim", dim),)))
         cuts[dim] += axes
-    whole = tuple(axis for axis in summed if axis not in target)
-    if whole:
-        steps.append(PatternStep("psum", whole, ()))
+    summed_axes = tuple(axis for axis in summed if axis not in target)
+    if summed_axes:
+        steps.append(PatternStep("psum", summed_axes, ()))
 
-    moved = [axis for axes in before.cuts for axis in axes if axis in target and target[axis] != source[axis]]
-    for axis in reversed(moved):
+    moving = [axis for axes in before.cuts for axis in axes if axis in target and target[axis] != source[axis]]
+    for axis in reversed(moving):
         if cuts[source[axis]][-1] != axis:
             raise _too_much(pattern, axis)
         cuts[source[axis]].pop()

@@ -71,8 +71,10 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Atte
     if chosen is PLAIN or not dispatch.plain(q):
         return chosen
     for kernel in (chosen, FLASH) if _has_flash(q) else (chosen,):
-        what = f"torch's {kernel.name} attention ({q.dtype}, {q.shape[-1]} wide, {heads} to a key, causal={causal})"
-        if trusted(what, q.device, functools.partial(_differs, kernel, q, heads, causal)):
+        description = (
+            f"torch's {kernel.name} attention ({q.dtype}, {q.shape[-1]} wide, {heads} to a key, causal={causal})"
+        )
+        if trusted(description, q.device, functools.partial(_differs, kernel, q, heads, causal)):
             return kernel
     return PLAIN
 
@@ -102,28 +104,30 @@ def _flash_on(device: torch.device) -> bool:
     return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _differs(kernel: AttentionKernel, like: Tensor, heads: int, causal: bool) -> str:
+def _differs(kernel: AttentionKernel, query: Tensor, heads: int, causal: bool) -> str:
     """Says which of a kernel's results is not that of the plain formulas; empty if all are."""
     draw = torch.Generator().manual_seed(0)
     shapes = [(2, 2 * heads, 40), (2, 2, 80), (2, 2, 80), (2, 2 * heads, 40)]
-    drawn = (torch.randn(*shape, like.shape[-1], generator=draw, device="cpu") for shape in shapes)
-    given = [x.to(like.device, like.dtype) for x in drawn]
-    q, k, v, _ = (x.to(torch.float64) for x in given)
-    scale = like.shape[-1] ** -0.5
-    whole = PLAIN.forward(q, k, v, False, scale)  # as in a ring: the kernel has the first half of the keys
+    samples = (torch.randn(*shape, query.shape[-1], generator=draw, device="cpu") for shape in shapes)
+    inputs = [x.to(query.device, query.dtype) for x in samples]
+    q, k, v, _ = (x.to(torch.float64) for x in inputs)
+    scale = query.shape[-1] ** -0.5
+    full = PLAIN.forward(q, k, v, False, scale)  # as in a ring: the kernel has the first half of the keys
 
     def results(kernel: AttentionKernel, kind: torch.dtype) -> list[Tensor]:
-        q, k, v, ct = (x.to(kind) for x in given)
-        k, v, out, lse = k[:, :, :40], v[:, :, :40], whole[0].to(kind), whole[1].to(_wide(kind))
+        q, k, v, ct = (x.to(kind) for x in inputs)
+        k, v, out, lse = k[:, :, :40], v[:, :, :40], full[0].to(kind), full[1].to(_wide(kind))
         return [*kernel.forward(q, k, v, causal, scale), *kernel.backward(ct, q, k, v, out, lse, causal, scale)]
 
-    most = 0.01 if like.dtype == torch.float32 else 0.05  # TF32, and formats with 8 bits; a wrong formula is far off
-    pairs = zip(results(kernel, like.dtype), results(PLAIN, torch.float64), strict=True)
+    tolerance = (
+        0.01 if query.dtype == torch.float32 else 0.05
+    )  # TF32, and formats with 8 bits; a wrong formula is far off
+    pairs = zip(results(kernel, query.dtype), results(PLAIN, torch.float64), strict=True)
     for name, (x, y) in zip(("output", "log-sum-exp", "dq", "dk", "dv"), pairs, strict=True):
         if x.shape != y.shape:
             return f"{name} has shape {tuple(x.shape)} instead of {tuple(y.shape)}"
         error = float((x - y).abs().max() / y.abs().max())
-        if not error < most:
+        if not error < tolerance:
             return f"{name} is wrong by {error:.2g}"
     return ""
 

@@ -93,7 +93,9 @@ _enable_hooks = torch._C._autograd._saved_tensors_hooks_enable
 def _taking_own_off(message: str, *refuses: bool) -> None:
     """In place of torch's function, with which a transform begins."""
     before = len(_own.off)
-    while refuses != (False,) and (top := saved_tensors_hooks()) is not None and any(top[0] is on for on in _own.on):
+    while (
+        refuses != (False,) and (top := saved_tensors_hooks()) is not None and any(top[0] is hook for hook in _own.on)
+    ):
         torch._C._autograd._pop_saved_tensors_default_hooks()
         _own.off.append(top)
     try:
@@ -170,16 +172,16 @@ def second_storage(x: torch.Tensor) -> torch.Tensor | None:
 
 def saved_by(nodes: Iterable[Any]) -> Iterator[torch.Tensor]:
     """The tensors that a graph holds for its backward, from these nodes on."""
-    pending, seen = list(nodes), set[Any]()
+    pending, visited = list(nodes), set[Any]()
     while pending:
         node = pending.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
-        held = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+        visited.add(node)
+        attributes = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
         if isinstance(node, torch.autograd.function.BackwardCFunction):  # its attributes are those of the context
-            held += [node.saved_tensors, vars(node)]
-        yield from (x for x in optree.tree_leaves(held) if isinstance(x, torch.Tensor))
+            attributes += [node.saved_tensors, vars(node)]
+        yield from (x for x in optree.tree_leaves(attributes) if isinstance(x, torch.Tensor))
         pending += [parent for parent, _ in node.next_functions]
 
 
@@ -221,12 +223,12 @@ def leaves_of(results: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     results = list(results)
     leaves = [y for y in results if y.grad_fn is None and y.requires_grad]
     nodes: list[Any] = [y.grad_fn for y in results if y.grad_fn is not None]
-    seen = {None, *nodes}
+    visited = {None, *nodes}
     for node in nodes:  # the loop appends to the list
         parents = node.next_functions
         for parent, _ in parents:
-            if parent not in seen:
-                seen.add(parent)
+            if parent not in visited:
+                visited.add(parent)
                 nodes.append(parent)
         if not parents and (leaf := getattr(node, "variable", None)) is not None:  # asking other nodes is slow
             leaves.append(leaf)
@@ -256,7 +258,7 @@ def operations(
     """
     begins = {(x.grad_fn, x.output_nr): k for k, x in enumerate(inputs) if x.grad_fn is not None}
     leaves = {id(x): k for k, x in enumerate(inputs) if x.grad_fn is None}
-    found: dict[Any, list[Any]] = {}
+    parents: dict[Any, list[Any]] = {}
 
     def place(node: Any, number: int) -> Any:
         """What an argument is: `input 0`, or the result of a node that is a part, and of which number."""
@@ -264,11 +266,11 @@ def operations(
             return "nothing" if node is None else f"input {begins[node, number]}"
         if not node.next_functions and (leaf := getattr(node, "variable", None)) is not None:
             return f"input {leaves[id(leaf)]}" if id(leaf) in leaves else "a leaf"
-        if node in outside or (node not in found and node._sequence_nr() <= after):
+        if node in outside or (node not in parents and node._sequence_nr() <= after):
             outside.add(node)
             return "something outside"
-        if node not in found:
-            found[node] = []
+        if node not in parents:
+            parents[node] = []
             pending.append(node)
         return node, number
 
@@ -277,13 +279,13 @@ def operations(
         place(y.grad_fn, y.output_nr)
     while pending:
         node = pending.pop()
-        found[node] = [place(*parent) for parent in node.next_functions]
-    order = {node: at for at, node in enumerate(sorted(found, key=lambda node: node._sequence_nr()))}
+        parents[node] = [place(*parent) for parent in node.next_functions]
+    order = {node: index for index, node in enumerate(sorted(parents, key=lambda node: node._sequence_nr()))}
 
     def spelled(place: Any) -> str:
         return place if isinstance(place, str) else f"result {place[1]} of operation {order[place[0]]}"
 
-    return [(node.name(), tuple(map(spelled, found[node]))) for node in order]
+    return [(node.name(), tuple(map(spelled, parents[node]))) for node in order]
 
 
 def held_leaves(results: Iterable[torch.Tensor], but: Iterable[torch.Tensor]) -> bool:

@@ -59,12 +59,12 @@ def attention(
     if not plain or dropout_p:
         return _torchs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     batch, factor = q.shape[:-2], 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    bias = at = None
+    bias = bias_index = None
     if attn_mask is not None:
         bias = attn_mask.reshape(-1, *((1,) * (2 - attn_mask.ndim) + attn_mask.shape)[-2:])
-        at = torch.arange(len(bias), device=q.device).view(attn_mask.shape[:-2]).expand(batch).flatten()
+        bias_index = torch.arange(len(bias), device=q.device).view(attn_mask.shape[:-2]).expand(batch).flatten()
     flat = [x.reshape(-1, *x.shape[-2:]) for x in (q, k, v)]
-    y: Tensor = _Attention.apply(*flat, bias, at, is_causal, factor)  # type: ignore[no-untyped-call]
+    y: Tensor = _Attention.apply(*flat, bias, bias_index, is_causal, factor)  # type: ignore[no-untyped-call]
     return y.view(*batch, *y.shape[-2:])
 
 
@@ -93,9 +93,9 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, at: Tensor | None, causal: bool, scale: float
+        q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, bias_index: Tensor | None, causal: bool, scale: float
     ) -> Tensor:
-        hidden = _Hidden(bias, at, causal)
+        hidden = _Hidden(bias, bias_index, causal)
         if functorch.untracked(q, k, v, bias):
             return _in_place(q, k, v, hidden, scale)
         return _joined([p @ v_ for *_, p, _, _, v_ in _blocks(q, k, v, hidden, scale)], q, k, causal)
@@ -109,12 +109,12 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, ct: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, *masks = ctx.saved_tensors
-        bias, at = (None if x is None else functorch.alive(x) for x in masks)
-        hidden, rest = _Hidden(bias, at, ctx.causal), (None, None, None, None)
+        bias, bias_index = (None if x is None else functorch.alive(x) for x in masks)
+        hidden, rest = _Hidden(bias, bias_index, ctx.causal), (None, None, None, None)
         if (pairs := pairs_of(q, k, v, ct)) is not None and functorch.untracked(bias):
             moving = [torch.zeros_like(x) if t is None else t for x, t in zip(*pairs, strict=True)]
-            found = _gradients_in_place(pairs[0], moving, hidden, ctx.scale)
-            return *map(functorch.dual, *found), *rest
+            gradients = _gradients_in_place(pairs[0], moving, hidden, ctx.scale)
+            return *map(functorch.dual, *gradients), *rest
         dq: list[Tensor] = []
         sums: list[list[Tensor]] = [[], []]
         for n, rows, p, x, k_, v_ in _blocks(q, k, v, hidden, ctx.scale):
@@ -122,27 +122,27 @@ class _Attention(torch.autograd.Function):
             ds = _along(p, c @ v_.mT)
             dq.append(ds @ k_ * ctx.scale)
             for total, new in zip(sums, (ds.mT @ x, p.mT @ c), strict=True):
-                whole = F.pad(new, (0, 0, 0, k.shape[-2] - new.shape[-2]))
+                padded = F.pad(new, (0, 0, 0, k.shape[-2] - new.shape[-2]))
                 if rows.start:
-                    total[-1] = total[-1] + whole
+                    total[-1] = total[-1] + padded
                 else:
-                    total.append(whole)
+                    total.append(padded)
         dk, dv = (torch.cat(total) for total in sums)
         return _joined(dq, q, k, ctx.causal), dk.to(k.dtype), dv.to(v.dtype), *rest
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
-        q, k, v, bias, at = ctx.saved_tensors
-        hidden, given = _Hidden(bias, at, ctx.causal), zip((q, k, v), tangents, strict=False)
-        tq, tk, tv = (torch.zeros_like(x) if t is None else t for x, t in given)
+        q, k, v, bias, bias_index = ctx.saved_tensors
+        hidden, pairs = _Hidden(bias, bias_index, ctx.causal), zip((q, k, v), tangents, strict=False)
+        tq, tk, tv = (torch.zeros_like(x) if t is None else t for x, t in pairs)
         if functorch.untracked(q, k, v, tq, tk, tv, bias):
             return _in_place(q, k, v, hidden, ctx.scale, (tq, tk, tv))
-        found = []
+        outputs = []
         for n, rows, p, x, k_, v_ in _blocks(q, k, v, hidden, ctx.scale):
-            seen = slice(k_.shape[-2])
-            ds = _wide(tq[n, rows]) * ctx.scale @ k_.mT + x @ _wide(tk[n])[:, seen].mT
-            found.append(_along(p, ds) @ v_ + p @ _wide(tv[n])[:, seen])
-        return _joined(found, q, k, ctx.causal)
+            visible = slice(k_.shape[-2])
+            ds = _wide(tq[n, rows]) * ctx.scale @ k_.mT + x @ _wide(tk[n])[:, visible].mT
+            outputs.append(_along(p, ds) @ v_ + p @ _wide(tv[n])[:, visible])
+        return _joined(outputs, q, k, ctx.causal)
 
 
 class _Hidden(NamedTuple):
@@ -176,11 +176,13 @@ class _Hidden(NamedTuple):
 def _tiles(q: Tensor, k: Tensor, causal: bool) -> tuple[list[slice], list[slice]]:
     """Heads, and rows of each, whose scores are computed at a time: few rows, where they see no later keys."""
     count, length, keys = len(q), q.shape[-2], k.shape[-2]
-    most = elements_at_a_time(q.device, SCORES)
-    rows = min(length, max(1, most // keys), max(ROWS, -(-length // 8)) if causal else length)
-    heads = max(1, most // (rows * keys))
-    at, blocks = ([slice(i, min(n, i + m)) for i in range(0, n, m)] for n, m in ((count, heads), (length, rows)))
-    return at, blocks
+    max_elements = elements_at_a_time(q.device, SCORES)
+    rows = min(length, max(1, max_elements // keys), max(ROWS, -(-length // 8)) if causal else length)
+    heads = max(1, max_elements // (rows * keys))
+    head_slices, row_slices = (
+        [slice(i, min(n, i + m)) for i in range(0, n, m)] for n, m in ((count, heads), (length, rows))
+    )
+    return head_slices, row_slices
 
 
 def _blocks(
@@ -191,20 +193,24 @@ def _blocks(
     for n in heads:
         k_, v_ = _wide(k[n]), _wide(v[n])
         for rows in blocks:
-            seen = hidden.seen(rows, k.shape[-2])
+            visible = hidden.seen(rows, k.shape[-2])
             x = _wide(q[n, rows]) * scale
-            scores = x @ k_[:, seen].mT
+            scores = x @ k_[:, visible].mT
             added, without = hidden.of(n, rows, scores)
             scores = scores if added is None else scores + added
             p = _Weights.apply(scores, without, hidden.causal)  # type: ignore[no-untyped-call]
-            yield n, rows, p, x, k_[:, seen], v_[:, seen]
+            yield n, rows, p, x, k_[:, visible], v_[:, visible]
 
 
 def _joined(blocks: list[Tensor], q: Tensor, k: Tensor, causal: bool) -> Tensor:
     """Blocks of rows of some heads after another, as one tensor `[n, l, ...]`."""
-    each = len(_tiles(q, k, causal)[1])
-    whole = blocks if each == 1 else [torch.cat(blocks[i : i + each], 1) for i in range(0, len(blocks), each)]
-    return torch.cat(whole).to(q.dtype)
+    blocks_per_head = len(_tiles(q, k, causal)[1])
+    by_head = (
+        blocks
+        if blocks_per_head == 1
+        else [torch.cat(blocks[i : i + blocks_per_head], 1) for i in range(0, len(blocks), blocks_per_head)]
+    )
+    return torch.cat(by_head).to(q.dtype)
 
 
 # --- in place ---
@@ -218,23 +224,23 @@ class _Scratch:
         kind = torch.promote_types(q.dtype, torch.float32)
         self.each = q.new_empty(count, heads[0] * rows[0] * k.shape[-2], dtype=kind)
 
-    def block(self, at: int, x: Tensor, keys: Tensor) -> Tensor:
+    def block(self, slot: int, x: Tensor, keys: Tensor) -> Tensor:
         shape = len(x), x.shape[-2], keys.shape[-2]
-        return self.each[at, : math.prod(shape)].view(shape)
+        return self.each[slot, : math.prod(shape)].view(shape)
 
-    def products(self, at: int, x: Tensor, keys: Tensor) -> Tensor:
-        return torch.bmm(x, keys.mT, out=self.block(at, x, keys))
+    def products(self, slot: int, x: Tensor, keys: Tensor) -> Tensor:
+        return torch.bmm(x, keys.mT, out=self.block(slot, x, keys))
 
-    def weights(self, at: int, n: slice, rows: slice, x: Tensor, keys: Tensor, hidden: _Hidden) -> Tensor:
+    def weights(self, slot: int, n: slice, rows: slice, x: Tensor, keys: Tensor, hidden: _Hidden) -> Tensor:
         """A softmax of scores, for which the next block is used, too."""
-        scores = self.products(at + 1, x, keys)
+        scores = self.products(slot + 1, x, keys)
         added, without = hidden.of(n, rows, scores)
         if hidden.causal and without is not None:
             first = min(rows.start, scores.shape[-1])
             scores[..., first:].masked_fill_(without[:, first:], -math.inf)
         elif added is not None:
             scores += added
-        weights = torch.softmax(scores, -1, out=self.block(at, x, keys))
+        weights = torch.softmax(scores, -1, out=self.block(slot, x, keys))
         return weights if without is None or hidden.causal else weights.masked_fill_(without, 0)
 
 
@@ -254,15 +260,15 @@ def _in_place(
         tk, tv = (_wide(t[n]) for t in tangents[1:]) if tangents else (k_, v_)
         keys = torch.cat([k_, tk], -1)
         for rows in blocks:
-            seen = hidden.seen(rows, k.shape[-2])
+            visible = hidden.seen(rows, k.shape[-2])
             x = _wide(q[n, rows]) * scale
-            p = scratch.weights(0, n, rows, x, k_[:, seen], hidden)
+            p = scratch.weights(0, n, rows, x, k_[:, visible], hidden)
             if not tangents:
-                y[n, rows] = p @ v_[:, seen]
+                y[n, rows] = p @ v_[:, visible]
                 continue
-            moved = torch.cat([_wide(tangents[0][n, rows]) * scale, x], -1)
-            dp = _along_in_place(p, scratch.products(1, moved, keys[:, seen]))
-            y[n, rows] = (dp @ v_[:, seen]).baddbmm_(p, tv[:, seen])
+            queries = torch.cat([_wide(tangents[0][n, rows]) * scale, x], -1)
+            dp = _along_in_place(p, scratch.products(1, queries, keys[:, visible]))
+            y[n, rows] = (dp @ v_[:, visible]).baddbmm_(p, tv[:, visible])
     return y
 
 
@@ -271,38 +277,40 @@ def _gradients_in_place(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The gradients of q, k and v, given these and a cotangent, and the tangents of the gradients."""
     (q, k, v, ct), (tq, tk, tv, tct) = values, tangents
-    found, moved = ([x.new_zeros(x.shape, dtype=_wide(x[:0]).dtype) for x in (q, k, v)] for _ in range(2))
+    grads, grad_tangents = ([x.new_zeros(x.shape, dtype=_wide(x[:0]).dtype) for x in (q, k, v)] for _ in range(2))
     scratch = _Scratch(5, q, k, hidden.causal)
     heads, blocks = _tiles(q, k, hidden.causal)
     for n in heads:
         k_, v_, tk_, tv_ = (_wide(x[n]) for x in (k, v, tk, tv))
         keys, columns = torch.cat([k_, tk_], -1), torch.cat([v_, tv_], -1)
         for rows in blocks:
-            seen = hidden.seen(rows, k.shape[-2])
+            visible = hidden.seen(rows, k.shape[-2])
             x, tx = (_wide(y[n, rows]) * scale for y in (q, tq))
             c, tc = (_wide(y[n, rows]) for y in (ct, tct))
-            p = scratch.weights(0, n, rows, x, k_[:, seen], hidden)
-            dp = _along_in_place(p, scratch.products(1, torch.cat([tx, x], -1), keys[:, seen]))
-            g = scratch.products(2, c, v_[:, seen])
-            dg = scratch.products(3, torch.cat([tc, c], -1), columns[:, seen])
-            product = torch.mul(p, g, out=scratch.block(4, x, k_[:, seen]))
+            p = scratch.weights(0, n, rows, x, k_[:, visible], hidden)
+            dp = _along_in_place(p, scratch.products(1, torch.cat([tx, x], -1), keys[:, visible]))
+            g = scratch.products(2, c, v_[:, visible])
+            dg = scratch.products(3, torch.cat([tc, c], -1), columns[:, visible])
+            product = torch.mul(p, g, out=scratch.block(4, x, k_[:, visible]))
             g -= product.sum(-1, keepdim=True)  # of which p times is the gradient of the scores
             torch.mul(dp, g, out=product)
             dg = _along_in_place(p, dg).add_(product)
             dg.addcmul_(p, product.sum(-1, keepdim=True), value=-1)
             g *= p
             for y, scores, weights in (
-                (found, [(g, k_, x)], [(p, c)]),
-                (moved, [(dg, k_, x), (g, tk_, tx)], [(dp, c), (p, tc)]),
+                (grads, [(g, k_, x)], [(p, c)]),
+                (grad_tangents, [(dg, k_, x), (g, tk_, tx)], [(dp, c), (p, tc)]),
             ):
-                dq, dk, dv = y[0][n, rows], y[1][n, seen], y[2][n, seen]
+                dq, dk, dv = y[0][n, rows], y[1][n, visible], y[2][n, visible]
                 for s, z, w in scores:
-                    dq.baddbmm_(s, z[:, seen], alpha=scale)
+                    dq.baddbmm_(s, z[:, visible], alpha=scale)
                     dk.baddbmm_(s.mT, w)
                 for s, w in weights:
                     dv.baddbmm_(s.mT, w)
-    gradients, turned = ([x.to(y.dtype) for x, y in zip(each, values, strict=False)] for each in (found, moved))
-    return gradients, turned
+    gradients, tangents_out = (
+        [x.to(y.dtype) for x, y in zip(results, values, strict=False)] for results in (grads, grad_tangents)
+    )
+    return gradients, tangents_out
 
 
 class _Weights(torch.autograd.Function):
@@ -314,8 +322,8 @@ class _Weights(torch.autograd.Function):
     def forward(scores: Tensor, hidden: Tensor | None, causal: bool) -> Tensor:
         if hidden is None:
             return torch.softmax(scores, -1)
-        seen = torch.softmax(scores.masked_fill(hidden, -math.inf if causal else 0), -1)
-        return seen if causal else seen.masked_fill(hidden, 0)
+        weights = torch.softmax(scores.masked_fill(hidden, -math.inf if causal else 0), -1)
+        return weights if causal else weights.masked_fill(hidden, 0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

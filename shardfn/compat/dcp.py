@@ -29,12 +29,12 @@ def checkpoint_metadata(
     described: dict[str, Any] = {name: metadata.BytesStorageMetadata() for name in numbers}
     places = {metadata.MetadataIndex(name): filesystem._StorageInfo(*place) for name, place in numbers.items()}
     for name, (dtype, shape, parts) in tensors.items():
-        chunks = [metadata.ChunkStorageMetadata(torch.Size(at), torch.Size(sizes)) for at, sizes, *_ in parts]
+        chunks = [metadata.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes, *_ in parts]
         described[name] = metadata.TensorStorageMetadata(
             metadata.TensorProperties(dtype=dtype), torch.Size(shape), chunks
         )
-        for i, (at, _, *place) in enumerate(parts):
-            places[metadata.MetadataIndex(name, at, i)] = filesystem._StorageInfo(*place)
+        for i, (offsets, _, *place) in enumerate(parts):
+            places[metadata.MetadataIndex(name, offsets, i)] = filesystem._StorageInfo(*place)
     version = filesystem.CURRENT_DCP_VERSION
     return metadata.Metadata(described, keys, places, metadata.StorageMeta(), version=version)
 

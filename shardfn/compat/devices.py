@@ -17,9 +17,9 @@ clears: list[Callable[[], None]] = []  # what drops what is kept on devices
 
 def cached(function: Callable[P, T]) -> Callable[P, T]:
     """`functools.lru_cache` for what is on a device, such as small tensors and streams; `forget` clears it."""
-    kept = functools.lru_cache(maxsize=4096)(function)
-    clears.append(kept.cache_clear)
-    return cast(Callable[P, T], kept)
+    cached_function = functools.lru_cache(maxsize=4096)(function)
+    clears.append(cached_function.cache_clear)
+    return cast(Callable[P, T], cached_function)
 
 
 def forget() -> None:
@@ -43,11 +43,11 @@ def use(device: torch.device) -> None:
 
 def capturing(device: torch.device) -> bool:
     """Whether what this thread enqueues on a device is recorded in a graph, and not run."""
-    asked = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
-    return asked is not None and bool(asked())
+    is_capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return is_capturing is not None and bool(is_capturing())
 
 
-def elements_at_a_time(device: torch.device, cached: int, most: int = 2**24) -> int:
+def elements_at_a_time(device: torch.device, cached: int, max_elements: int = 2**24) -> int:
     """How many elements to process at a time on a device.
 
     Args:
@@ -55,7 +55,7 @@ def elements_at_a_time(device: torch.device, cached: int, most: int = 2**24) -> 
         cached: so many that intermediate results stay in a CPU's cache.
         most: so many that an accelerator is busy for longer than launches take: in float32, 64 MiB a result.
     """
-    return cached if device.type == "cpu" else most
+    return cached if device.type == "cpu" else max_elements
 
 
 def as_here() -> Callable[[], None]:

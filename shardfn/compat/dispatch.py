@@ -174,11 +174,11 @@ def _backwards(y: torch.Tensor) -> torch.Tensor:
     could then not differentiate if there is a GPU, nor could this one on a device that is registered later.
     """
     order: list[Any] = []
-    seen: set[Any] = set()
+    visited: set[Any] = set()
 
     def visit(node: Any) -> None:
-        if node is not None and node not in seen:
-            seen.add(node)
+        if node is not None and node not in visited:
+            visited.add(node)
             for parent, _ in node.next_functions:
                 visit(parent)
             order.append(node)
@@ -286,15 +286,15 @@ def fake(x: torch.Tensor) -> bool:
 
 def tensors_in(*values: Any) -> list[torch.Tensor]:
     """The tensors among the arguments of an operation, or in its result, which are lists and dicts at most."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (tuple, list)):
-            found += tensors_in(*value)
+            tensors += tensors_in(*value)
         elif isinstance(value, dict):
-            found += tensors_in(*value.values())
-    return found
+            tensors += tensors_in(*value.values())
+    return tensors
 
 
 def is_op(func: Any) -> bool:

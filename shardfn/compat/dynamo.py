@@ -83,12 +83,12 @@ def refuse_in_graph(message: str | None) -> None:
         raise torch._dynamo.exc.UserError(torch._dynamo.exc.UserErrorType.INVALID_INPUT, message)
 
 
-def refuse_compiling(what: str) -> None:
+def refuse_compiling(subject: str) -> None:
     """Ends tracing by torch.compile in code that works on shards: the schedule of stages is no part of its graphs."""
     if torch.compiler.is_compiling():
         with one_graph():
             refuse_in_graph(
-                f"{what} cannot be traced by torch.compile: shardfn.compile(step) compiles a whole step, and "
+                f"{subject} cannot be traced by torch.compile: shardfn.compile(step) compiles a whole step, and "
                 f"torch.compile the function inside a stage, shardfn.stage(torch.compile(f))"
             )
 
@@ -127,12 +127,12 @@ def fake_of(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """
     if device not in _first:
         _first[device] = dict(vars(FakeTensor(fake_mode(), torch.empty(0, device="meta"), device)))
-    made = torch.Tensor._make_subclass(
+    fake = torch.Tensor._make_subclass(
         FakeTensor, x, x.requires_grad, dispatch_device=True, device_for_backend_keys=device
     )
-    torch._C._set_warn_deprecated_on_mutable_data_ptr(made)
-    vars(made).update(_first[device])
-    return made
+    torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
+    vars(fake).update(_first[device])
+    return fake
 
 
 _first: dict[torch.device, dict[str, Any]] = {}

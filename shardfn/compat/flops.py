@@ -52,23 +52,23 @@ def traffic_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     What it writes into is read, too, unless it is overwritten. Of a table in which it looks up rows it reads as much as
     the result has; of one in which it changes some, it reads and writes as much as it is given.
     """
-    packet, seen, total = func.overloadpacket, set[int](), 0
+    packet, counted, total = func.overloadpacket, set[int](), 0
     for i, argument in enumerate(func._schema.arguments):
         value = args[i] if i < len(args) else kwargs.get(argument.name)
         written = argument.alias_info is not None and argument.alias_info.is_write
         if argument.name == "grads" and kwargs.get("grad_scale") is None:  # of fused optimizers
             written = False
         for x in optree.tree_leaves(value):
-            if not isinstance(x, Tensor) or id(x) in seen:
+            if not isinstance(x, Tensor) or id(x) in counted:
                 continue
-            seen.add(id(x))
+            counted.add(id(x))
             nbytes = _bytes(x)
             if i == 0 and packet in _LOOKUPS:
                 nbytes = min(nbytes, sum(map(_bytes, tensors_in(out))))
             elif i == 0 and packet in _PLACED:
                 nbytes = min(nbytes, max(y.nbytes for y in tensors_in(args[1:])))
             total += nbytes * (2 if written and packet not in _UNREAD else 1)
-    return total + sum(_bytes(x) for x in tensors_in(out) if id(x) not in seen)
+    return total + sum(_bytes(x) for x in tensors_in(out) if id(x) not in counted)
 
 
 def _bytes(x: Tensor) -> int:

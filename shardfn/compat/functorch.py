@@ -34,15 +34,17 @@ def followed(x: torch.Tensor) -> set[tuple[int, str]]:
     if tangent_of(x) is not None:
         kinds.add("tangent")
     top = functorch.peek_interpreter_stack()
-    own = top is not None and functorch.is_functorch_wrapped_tensor(x) and functorch.maybe_get_level(x) == top.level()
-    if own and functorch.is_batchedtensor(x):
+    is_wrapped_here = (
+        top is not None and functorch.is_functorch_wrapped_tensor(x) and functorch.maybe_get_level(x) == top.level()
+    )
+    if is_wrapped_here and functorch.is_batchedtensor(x):
         kinds.add("batch")
-    elif x.requires_grad and (own or top is None):
+    elif x.requires_grad and (is_wrapped_here or top is None):
         kinds.add("gradient")
     if top is None:
         return {(0, kind) for kind in kinds}
     with temporarily_pop_interpreter_stack():
-        return {(top.level(), kind) for kind in kinds} | followed(functorch.get_unwrapped(x) if own else x)
+        return {(top.level(), kind) for kind in kinds} | followed(functorch.get_unwrapped(x) if is_wrapped_here else x)
 
 
 def tangents(x: torch.Tensor) -> list[torch.Tensor]:
@@ -53,9 +55,9 @@ def tangents(x: torch.Tensor) -> list[torch.Tensor]:
     top = functorch.peek_interpreter_stack()
     if top is None:
         return result
-    own = functorch.is_functorch_wrapped_tensor(x) and functorch.maybe_get_level(x) == top.level()
+    is_wrapped_here = functorch.is_functorch_wrapped_tensor(x) and functorch.maybe_get_level(x) == top.level()
     with temporarily_pop_interpreter_stack():
-        return result + tangents(functorch.get_unwrapped(x) if own else x)
+        return result + tangents(functorch.get_unwrapped(x) if is_wrapped_here else x)
 
 
 def inside_batching_or_forward() -> bool:
@@ -81,7 +83,7 @@ def applied(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 @contextlib.contextmanager
-def applications_seen(look: Callable[[Any, Sequence[Any]], None]) -> Iterator[None]:
+def applications_seen(callback: Callable[[Any, Sequence[Any]], None]) -> Iterator[None]:
     """A context in which `look(function, args)` is called before a Function is applied outside of transforms.
 
     Modes do not see that, but each application makes an object for its backward, and then looks up the forward.
@@ -91,19 +93,19 @@ def applications_seen(look: Callable[[Any, Sequence[Any]], None]) -> Iterator[No
     module, thread = torch._functorch.utils, threading.get_ident()
     kind: Any = torch.autograd.function.BackwardCFunction
     unwrap, init = module.unwrap_dead_wrappers, kind.__init__
-    given, replaced = list[Any](), dict[Any, Any]()
+    dead_arguments, replaced = list[Any](), dict[Any, Any]()
 
     def unwrap_dead_wrappers(args: Any) -> Any:  # which comes first, before torch 2.14
         if threading.get_ident() == thread:
-            given[:] = [x for x in args if isinstance(x, torch.Tensor) and lost(x)]
+            dead_arguments[:] = [x for x in args if isinstance(x, torch.Tensor) and lost(x)]
         return unwrap(args)
 
     def restore(function: Any) -> None:
-        own = replaced.pop(function)
-        if own is None:
+        forward = replaced.pop(function)
+        if forward is None:
             del function.forward  # it is that of a class above
         else:
-            function.forward = own
+            function.forward = forward
 
     def begin(context: Any) -> None:
         function, differentiates = type(context)._forward_cls, torch.is_grad_enabled()
@@ -116,9 +118,9 @@ def applications_seen(look: Callable[[Any, Sequence[Any]], None]) -> Iterator[No
         def seen(*args: Any) -> Any:
             if threading.get_ident() == thread:
                 restore(function)
-                dead, given[:] = given[:], []
+                dead, dead_arguments[:] = dead_arguments[:], []
                 with torch.set_grad_enabled(differentiates):
-                    look(function, [*dead, *(x for x in args if x is not context)])
+                    callback(function, [*dead, *(x for x in args if x is not context)])
                 del dead  # what is kept longer is gathered again
             return forward(*args)
 
@@ -195,9 +197,9 @@ def constant_in(x: torch.Tensor) -> bool:
     top = torch._C._functorch.peek_interpreter_stack()
     if top is None or top.key() != torch._C._functorch.TransformType.Vmap:
         return all(kind == "batch" for _, kind in followed(x))
-    own = torch._C._functorch.is_batchedtensor(x) and torch._C._functorch.maybe_get_level(x) == top.level()
+    is_wrapped_here = torch._C._functorch.is_batchedtensor(x) and torch._C._functorch.maybe_get_level(x) == top.level()
     with temporarily_pop_interpreter_stack():
-        return constant_in(torch._C._functorch.get_unwrapped(x) if own else x)
+        return constant_in(torch._C._functorch.get_unwrapped(x) if is_wrapped_here else x)
 
 
 def untracked(*tensors: torch.Tensor | None) -> bool:

@@ -98,7 +98,7 @@ def _kept_out(plain: Any, disabled: Any) -> Any:
 
     @functools.wraps(plain)
     def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(getattr(each, "refuses_operations", False) for each in types):
+        if any(getattr(type_, "refuses_operations", False) for type_ in types):
             return NotImplemented  # its own dispatch raises
         return (disabled if _compiles() else plain)(self, func, types, args, kwargs)
 

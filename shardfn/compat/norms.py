@@ -137,9 +137,9 @@ def _as_torch_orders(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
-    others = tuple(i for i in range(v.ndim) if i != dim % v.ndim) if dim != -1 else tuple(range(v.ndim))
+    dims = tuple(i for i in range(v.ndim) if i != dim % v.ndim) if dim != -1 else tuple(range(v.ndim))
     x = _wide(v)
-    return (x * (_wide(g) / x.square().sum(others, keepdim=True).sqrt())).to(v.dtype)
+    return (x * (_wide(g) / x.square().sum(dims, keepdim=True).sqrt())).to(v.dtype)
 
 
 def _standard(x: Tensor, dims: tuple[int, ...], eps: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -29,9 +29,9 @@ _gathering, _scattering = torch._C._distributed_c10d.AllgatherOptions(), dist.Re
 _gathering.asyncOp = _scattering.asyncOp = True
 
 
-def start_all_gather(whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> Any:
+def start_all_gather(full: torch.Tensor, own_piece: torch.Tensor, group: dist.ProcessGroup) -> Any:
     """Begins to fill `whole` with every rank's `own`; returns the work."""
-    return getattr(group, _gather_into)(whole, own, _gathering)
+    return getattr(group, _gather_into)(full, own_piece, _gathering)
 
 
 def start_reduce_scatter(out: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGroup) -> Any:
@@ -194,7 +194,7 @@ def connection(group: dist.ProcessGroup, device: torch.device, pairs: bool = Fal
         pairs: whether each rank is connected with the next one, for messages: NCCL gives every two ranks that send to
             each other a communicator of their own.
     """
-    own = group.rank()
+    own_rank = group.rank()
     with functorch.outside_transforms(), dispatch.untraced():
         x = torch.zeros(1, device=device)
 
@@ -205,8 +205,8 @@ def connection(group: dist.ProcessGroup, device: torch.device, pairs: bool = Fal
             if not pairs:
                 group.allreduce([x]).wait()
             for low, high in pairwise(range(group.size())) if pairs else ():  # in one order on all ranks: no deadlock
-                if own in (low, high):
-                    start, other = (group.send, high) if own == low else (group.recv, low)
+                if own_rank in (low, high):
+                    start, other = (group.send, high) if own_rank == low else (group.recv, low)
                     start([x], other, 0).wait()
         return group
 
@@ -317,12 +317,12 @@ if hasattr(dist.distributed_c10d, "_process_group_name"):
 
 
 @contextmanager
-def _looked_for(what: str) -> Iterator[None]:
+def _looked_for(name: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
         raise RuntimeError(
-            f"torch {torch.__version__} does not have {what} where shardfn looks for it ({error}); "
+            f"torch {torch.__version__} does not have {name} where shardfn looks for it ({error}); "
             'use kind="processes", which needs no private torch names'
         ) from error
 
@@ -385,9 +385,9 @@ def register_python_device(name: str, module: Any) -> None:
 def _threaded() -> Any:
     with _looked_for("the threaded process group"):
         from torch.testing._internal.distributed import multi_threaded_pg
-    each: Any = multi_threaded_pg.ThreadLocalWorld
-    if not hasattr(each, "comms"):  # torch 2.11 forgot it, and cannot end a world without
-        each.comms = property(lambda self: self._get_world().__dict__.setdefault("comms", []))
+    local_world: Any = multi_threaded_pg.ThreadLocalWorld
+    if not hasattr(local_world, "comms"):  # torch 2.11 forgot it, and cannot end a world without
+        local_world.comms = property(lambda self: self._get_world().__dict__.setdefault("comms", []))
     return multi_threaded_pg
 
 

@@ -12,10 +12,10 @@ from torch.nn.utils import parametrize
 
 
 @contextlib.contextmanager
-def replaced(place: Any, **others: Any) -> Iterator[None]:
+def replaced(place: Any, **replacements: Any) -> Iterator[None]:
     """A context in which these attributes of an object or a module are others."""
-    before = {name: getattr(place, name) for name in others}
-    for name, other in others.items():
+    before = {name: getattr(place, name) for name in replacements}
+    for name, other in replacements.items():
         setattr(place, name, other)
     try:
         yield

@@ -25,18 +25,18 @@ def written_in_python() -> Iterator[None]:
     """
     with _lock:
         _inside.append(None)
-        for kind, own in _PLAIN.items():
-            kind.__call__ = _calling(own)
+        for kind, original_call in _PLAIN.items():
+            kind.__call__ = _calling(original_call)
     try:
         yield
     finally:
         with _lock:
             _inside.pop()
-            for kind, own in _PLAIN.items() if not _inside else ():
-                kind.__call__ = own
+            for kind, original_call in _PLAIN.items() if not _inside else ():
+                kind.__call__ = original_call
 
 
-def _calling(own: Any) -> Any:
+def _calling(original_call: Any) -> Any:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if (function := getattr(self, "_torchdynamo_inline", None)) is not None:
             return function(*args, **kwargs)
@@ -47,6 +47,6 @@ def _calling(own: Any) -> Any:
                 f"TorchScript: torch leaves tangents out of its gradient. Call the function or module that was "
                 f"scripted or traced"
             )
-        return own(self, *args, **kwargs)
+        return original_call(self, *args, **kwargs)
 
     return call

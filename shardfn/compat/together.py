@@ -106,13 +106,13 @@ class _MatmulWithTangent(torch.autograd.Function):
         dx = _dual(ct @ w.mT, _sum(((tct, _turned(w)), (ct, _turned(tw))))) if of_x else None
         if not of_w:
             return dx, None, None
-        moved = _sum(((_turned(tx), ct), (x.mT, tct)))
+        weight_tangent = _sum(((_turned(tx), ct), (x.mT, tct)))
         # Hooks of a parameter may use its gradient.
-        if moved is not None and ctx.hooks is not None and not ctx.hooks:
-            nothing = torch.empty_like(moved)  # of which no page is touched but one
+        if weight_tangent is not None and ctx.hooks is not None and not ctx.hooks:
+            nothing = torch.empty_like(weight_tangent)  # of which no page is touched but one
             nothing[0, 0] = math.nan  # a number that would be seen wherever it was used
-            return dx, functorch.dual(nothing, moved), None
-        return dx, _dual(x.mT @ ct, moved), None
+            return dx, functorch.dual(nothing, weight_tangent), None
+        return dx, _dual(x.mT @ ct, weight_tangent), None
 
     @staticmethod
     def jvp(ctx: Any, tx: Tensor | None, tw: Tensor | None, _: None) -> Tensor | None:
@@ -178,14 +178,14 @@ class _ActivationWithTangent(torch.autograd.Function):
         if (pairs := pairs_of(x, ct)) is None:
             return ct * formula(x), None
         (x, ct), (tx, tct) = pairs
-        moved = torch.zeros_like(ct) if tct is None else kernel(tct, x).contiguous()
+        tangent = torch.zeros_like(ct) if tct is None else kernel(tct, x).contiguous()
         if tx is not None:
-            flat = moved.view(-1)
+            flat = tangent.view(-1)
             parts = [y.reshape(-1).split(elements_at_a_time(x.device, NUMBERS)) for y in (flat, x, ct, tx)]
-            for total, *each in zip(*parts, strict=True):
-                z, c, t = (y.float() if y.dtype.itemsize < 4 else y for y in each)
+            for total, *chunk in zip(*parts, strict=True):
+                z, c, t = (y.float() if y.dtype.itemsize < 4 else y for y in chunk)
                 total += (bend(z).mul_(c).mul_(t)).to(total.dtype)
-        return functorch.dual(kernel(ct, x), moved), None
+        return functorch.dual(kernel(ct, x), tangent), None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:

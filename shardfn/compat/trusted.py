@@ -12,7 +12,7 @@ from shardfn.compat import dispatch, functorch
 _found: dict[tuple[str, torch.device], bool] = {}
 
 
-def trusted(what: str, device: torch.device, check: Callable[[], str]) -> bool:
+def trusted(kernel: str, device: torch.device, check: Callable[[], str]) -> bool:
     """Whether a kernel passed its check on a device; the check runs the first time. If it fails, a warning says so.
 
     Args:
@@ -20,15 +20,15 @@ def trusted(what: str, device: torch.device, check: Callable[[], str]) -> bool:
         device: where it runs.
         check: says how its results differ from those of the reference; empty if they do not.
     """
-    key = what, device
+    key = kernel, device
     if key not in _found:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return False  # the check makes the host wait, which a CUDA graph cannot hold
-        said = _tried(check)
-        _found[key] = not said
-        if said:
+        problem = _tried(check)
+        _found[key] = not problem
+        if problem:
             warnings.warn(
-                f"{what}, on {device}, is not used: it failed its check: {said}. Slower kernels compute the same",
+                f"{kernel}, on {device}, is not used: it failed its check: {problem}. Slower kernels compute the same",
                 RuntimeWarning,
                 stacklevel=2,
             )

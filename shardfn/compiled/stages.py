@@ -315,19 +315,19 @@ class Traced(Schedule):
     def _read_ahead(self, layouts: Sequence[Any], shards: Sequence[Tensor]) -> None:
         """Nothing: a gather of the graph reads its shards itself."""
 
-    def start(self, call: Call, one: Wanted) -> Any:
+    def start(self, call: Call, request: Wanted) -> Any:
         """Puts a gather into the graph."""
-        secondary, keep = one.plan.secondary, call.signature.keep
-        leaves = not one.again and isinstance(keep, tuple) and call.tape is not None and call.again is not False
+        secondary, keep = request.plan.secondary, call.signature.keep
+        leaves = not request.again and isinstance(keep, tuple) and call.tape is not None and call.again is not False
         pieces: list[Gather] = []
         if leaves and secondary is not None:
-            pieces = [b for a, b in zip(one.plan.each, secondary.each, strict=True) if a is not b]
-        work = GatherFunction(self.runs, one, pieces, call.signature.options.prefetch)
-        outputs = run(work, one.shards)
+            pieces = [b for a, b in zip(request.plan.each, secondary.each, strict=True) if a is not b]
+        work = GatherFunction(self.runs, request, pieces, call.signature.options.prefetch)
+        outputs = run(work, request.shards)
         # Backward gathers from these.
-        local_pieces = dict(zip(one.plan.each, one.shards, strict=True) if one.again else ())
+        local_pieces = dict(zip(request.plan.each, request.shards, strict=True) if request.again else ())
         local_pieces.update(zip(pieces, outputs[len(outputs) - len(pieces) :], strict=True))
-        return GatheredInGraph(one.plan, outputs, local_pieces)
+        return GatheredInGraph(request.plan, outputs, local_pieces)
 
     def piece(self, gathered: Any, gather: Gather) -> Tensor:
         """A copy of this rank's own part of what was gathered, from which backward gathers."""

@@ -1,4 +1,4 @@
-"""Influence of training rows on what a model does: products of their gradients with a preconditioned gradient.
+"""Influence of training rows on a model: products of their gradients with a preconditioned gradient.
 
 `influence` runs the model on the rows. A `GradientStore` has their gradients, projected to few numbers each, in a
 folder, and scores queries without the model. The gradient of a matrix is projected along both dimensions, so that a
@@ -33,7 +33,7 @@ from shardfn.curvature.operators import check_batches, count_of, each_of, must_t
 from shardfn.curvature.per_example import BatchArguments, Losses, checked, compare_once, kind_of, visit
 from shardfn.curvature.resuming import compare, made_of
 from shardfn.curvature.row_axes import cuts, refuse_cut, row_place, same_along
-from shardfn.curvature.row_gradients import Used, parts, single, whole
+from shardfn.curvature.row_gradients import Used, parts, single, sum_of_uses
 from shardfn.curvature.row_moments import Kind, OwnedParameter, factors, largest, over_all, places, turned
 from shardfn.curvature.row_uses import Key, Receiver
 from shardfn.curvature.vectors import Space, draws_restored
@@ -82,11 +82,11 @@ def influence(
     name = f"influence of {name_of(losses)}"
     space = Space(params, name)
     check_batches(batches, params, name)
-    cut = cuts(params, name)
+    sharded_axes = cuts(params, name)
     count_of(queries, space, name)
     if not callable(inverse):
         raise TypeError(
-            f"{name}: the first argument is a function q -> (F + damping)^-1 q, and this is {kind(inverse)}: pass "
+            f"{name}: inverse must be a function q -> (F + damping)^-1 q, got {kind(inverse)}. Pass "
             f"lambda q: F.solve(q, 1e-3), say"
         )
     must_take(inverse, [None], name, "a query", "Pass a function of a query alone: lambda q: F.solve(q, 1e-3), say")
@@ -97,17 +97,17 @@ def influence(
         fix = ". The first argument returns one, as F.solve or solve(...).x is"
         solved = space.read(inverse(query), "a solution", fix)
         directions.append(space.tangents(solved))
-    found = []
+    scores = []
     for batch in each_of(batches, name, losses):
         rows = checked(params, functools.partial(tuple, batch), name)[1]
-        same_along(cut, params, rows.leaves, name)
+        same_along(sharded_axes, params, rows.leaves, name)
 
-        def of(values: Any, rows: BatchArguments = rows) -> Tensor:
-            return rows.of(losses, space.variables.tree(values), name)
+        def losses_at(values: Any, rows: BatchArguments = rows) -> Tensor:
+            return rows.batched_losses(losses, space.variables.tree(values), name)
 
-        each = [jvp(of, (values,), (direction,))[1] for direction in directions]
-        found.append(torch.stack(each) if each else torch.zeros((0, rows.rows), device=rows.device))
-    return torch.cat(found, 1)
+        products = [jvp(losses_at, (values,), (direction,))[1] for direction in directions]
+        scores.append(torch.stack(products) if products else torch.zeros((0, rows.rows), device=rows.device))
+    return torch.cat(scores, 1)
 
 
 # --- gradients of rows, projected and kept ---
@@ -149,45 +149,43 @@ class GradientStore:
         count_of(queries, space, "scores")
         space.agree("scores", damping=damping)
         if damping is not None and not (isinstance(damping, (int, float)) and 0 < damping < math.inf):
-            raise ValueError(f"scores: damping={damping!r}; it is a finite number above 0, or None")
-        found = torch.zeros((len(queries), self.rows), dtype=self._sketch.dtype, device=space.like[0].device)
+            raise ValueError(f"scores: damping must be a finite number above 0, or None, got {damping!r}")
+        scores = torch.zeros((len(queries), self.rows), dtype=self._sketch.dtype, device=space.local_params[0].device)
         if not queries:
-            return found
-        given = torch.stack([self._sketch.of_gradient(query) for query in queries])
+            return scores
+        projected = torch.stack([self._sketch.of_gradient(query) for query in queries])
         if damping is not None:
             solved = []
             for columns, gram in zip(self._sketch.columns.values(), self._grams, strict=True):
                 damped = gram + damping * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-                solved.append(torch.linalg.solve(damped, given[:, columns].mT).mT)
-            given = torch.cat(solved, 1)
-        for start, each in self._read():
-            found[:, start : start + len(each)] = given @ each.mT
-        return over_all(space.params, found)
+                solved.append(torch.linalg.solve(damped, projected[:, columns].mT).mT)
+            projected = torch.cat(solved, 1)
+        for start, gradients in self._read():
+            scores[:, start : start + len(gradients)] = projected @ gradients.mT
+        return over_all(space.params, scores)
 
     @functools.cached_property
     def _grams(self) -> list[Tensor]:
         """The projected Fisher matrix of each parameter."""
-        sketch = self._sketch
-        sums = [
-            torch.zeros((columns.stop - columns.start,) * 2, dtype=sketch.dtype, device=sketch.space.like[0].device)
-            for columns in sketch.columns.values()
-        ]
-        for _, each in self._read():
+        sketch, device = self._sketch, self._sketch.space.local_params[0].device
+        sizes = [columns.stop - columns.start for columns in sketch.columns.values()]
+        sums = [torch.zeros((size, size), dtype=sketch.dtype, device=device) for size in sizes]
+        for _, gradients in self._read():
             for total, columns in zip(sums, sketch.columns.values(), strict=True):
-                total.addmm_(each[:, columns].mT, each[:, columns])
+                total.addmm_(gradients[:, columns].mT, gradients[:, columns])
         return [over_all(sketch.space.params, total) / self.rows for total in sums]
 
     def _read(self) -> Iterable[tuple[int, Tensor]]:
-        """The rows of this rank's share of the files, and the number of the first of them."""
+        """Yields the rows of this rank's share of the files, with the index of the first."""
         sketch, start = self._sketch, 0
-        number, ranks = row_place(sketch.space.params)
+        rank, ranks = row_place(sketch.space.params)
         with failing_together([together(sketch.space.params)], "scores"):
             for i, (name, rows) in enumerate(self._files):
-                if i % ranks == number and rows:
-                    each = torch.from_numpy(np.load(self.folder / name))
-                    if each.shape != (rows, sketch.length) or each.dtype != sketch.dtype:
-                        raise CheckpointError(f"{self.folder / name} is {each.dtype}, {tuple(each.shape)}")
-                    yield start, each.to(sketch.space.like[0].device)
+                if i % ranks == rank and rows:
+                    gradients = torch.from_numpy(np.load(self.folder / name))
+                    if gradients.shape != (rows, sketch.length) or gradients.dtype != sketch.dtype:
+                        raise CheckpointError(f"{self.folder / name} is {gradients.dtype}, {tuple(gradients.shape)}")
+                    yield start, gradients.to(sketch.space.local_params[0].device)
                 start += rows
         agree([], together(sketch.space.params), "scores")
 
@@ -201,7 +199,7 @@ def store_gradients(
     size: int = 16,
     seed: int = 0,
 ) -> GradientStore:
-    r"""Writes the gradients of all training rows, projected, to a folder; what is there already is not computed again.
+    r"""Writes the projected gradients of all training rows to a folder; existing files are kept.
 
     The gradient of a matrix becomes :math:`P^\top G Q`, where columns of P and Q have `size` numbers for each row and
     column of the matrix: normal ones of variance `1 / size`, so that products of gradients stay the same on average, or
@@ -237,27 +235,27 @@ def store_gradients(
     space, path = Space(params, name), local_path(folder, f"{name}: folder")
     space.agree(name, size=size, seed=seed, folder=str(path), batches=batches is not None)
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ValueError(f"{name}: size={size!r}; it is an integer of 1 or more")
+        raise ValueError(f"{name}: size must be an integer of 1 or more, got {size!r}")
     refuse_cut(params, name)
     check_batches(batches, params, name)
     sketch = Sketch(space, size, int_seed(seed))
-    number, ranks = row_place(params)
-    of = made_of(space, name, losses, batches)
-    _begin(path, sketch, of, ranks, None if batches is None else len(batches), name)  # type: ignore[arg-type]
-    there = _files(path)
+    rank, ranks = row_place(params)
+    fingerprint = made_of(space, name, losses, batches)
+    _begin(path, sketch, fingerprint, ranks, None if batches is None else len(batches), name)  # type: ignore[arg-type]
+    files = _files(path)
     count = json.loads((path / ABOUT).read_bytes())["batches"]
     if batches is not None:
-        lacking = torch.tensor([float((i, number) not in there) for i in range(count)], device=space.like[0].device)
-        wanted = largest(params, lacking).tolist()
-        with draws_restored(space.like):
+        missing_here = [float((i, rank) not in files) for i in range(count)]
+        missing = largest(params, torch.tensor(missing_here, device=space.local_params[0].device)).tolist()
+        with draws_restored(space.local_params):
             for i, batch in enumerate(each_of(batches, name, losses)):
-                _write(path, sketch, losses, batch, (i, number), there, bool(wanted[i]), name)
+                _write(path, sketch, losses, batch, (i, rank), files, bool(missing[i]), name)
         agree([], together(params), name)
     return _complete(path, sketch, count, name)
 
 
 class Sketch:
-    """How gradients are projected.
+    """Random projections of gradients.
 
     Attributes:
         space: vectors like the gradient.
@@ -267,37 +265,37 @@ class Sketch:
 
     def __init__(self, space: Space, size: int, seed: int) -> None:
         self.space, self.size, self.seed, self.places = space, size, seed, places(space)
-        self.dtype = torch.float64 if any(x.dtype == torch.float64 for x in space.like) else torch.float32
+        self.dtype = torch.float64 if any(x.dtype == torch.float64 for x in space.local_params) else torch.float32
         self.columns: dict[Key, slice] = {}
         stop = 0
-        for key, at in self.places.items():
-            start, stop = stop, stop + math.prod(min(n, size) for n in _shape(at))
+        for key, parameter in self.places.items():
+            start, stop = stop, stop + math.prod(min(n, size) for n in _shape(parameter))
             self.columns[key] = slice(start, stop)
         self.length = stop
 
     def bases(self, key: Key) -> tuple[Tensor | None, Tensor | None]:
         """The projections along both dimensions of a parameter, `[n, size]`; None for the identity."""
-        at = self.places[key]
+        parameter = self.places[key]
 
         def basis(side: int, n: int) -> Tensor | None:
             if n <= self.size:
                 return None
-            draw = torch.Generator(device="cpu").manual_seed(mixed(self.seed, "projection", at.path, side))
-            values = torch.randn((n, self.size), generator=draw, dtype=torch.float64, device="cpu")
-            return (values / self.size**0.5).to(at.unit.values.device, self.dtype)
+            generator = torch.Generator(device="cpu").manual_seed(mixed(self.seed, "projection", parameter.path, side))
+            values = torch.randn((n, self.size), generator=generator, dtype=torch.float64, device="cpu")
+            return (values / self.size**0.5).to(parameter.unit.values.device, self.dtype)
 
-        left, right = (basis(side, n) for side, n in enumerate(_shape(at)))
+        left, right = (basis(side, n) for side, n in enumerate(_shape(parameter)))
         return left, right
 
     def of_rows(self, key: Key, numel: int, uses: Sequence[Used]) -> Tensor:
-        """The projected gradients of some rows with respect to a parameter, which are the sum of these uses."""
+        """Returns the projected gradients of some rows with respect to a parameter, a sum of uses."""
         shape, bases = _shape(self.places[key]), self.bases(key)
         pairs = [factors(shape, use) for use in single(uses)] if len(self.places[key].shape) > 1 else [None]
         if all(pair is not None for pair in pairs):
-            found = [self._of_factors(*pair, shape, bases) for pair in pairs if pair is not None]
-            return torch.stack(found).sum(0).flatten(1)
-        rows = [whole(numel, uses, part).to(self.dtype).view(-1, *shape) for part in parts(uses[0][0].rows, numel)]
-        return torch.cat([turned(g, bases) for g in rows]).flatten(1)
+            projected = [self._of_factors(*pair, shape, bases) for pair in pairs if pair is not None]
+            return torch.stack(projected).sum(0).flatten(1)
+        gradients = [sum_of_uses(numel, uses, part).to(self.dtype) for part in parts(uses[0][0].rows, numel)]
+        return torch.cat([turned(g.view(-1, *shape), bases) for g in gradients]).flatten(1)
 
     def _of_factors(
         self, kind: Kind, vectors: tuple[Tensor, Tensor], shape: tuple[int, int], bases: Sequence[Tensor | None]
@@ -312,29 +310,30 @@ class Sketch:
         return x.mT @ (y if right is None else y @ right)
 
     def of_gradient(self, gradient: Any) -> Tensor:
-        """The projection of a tree like the gradient, on all ranks."""
-        owned, plain = (torch.zeros(self.length, dtype=self.dtype, device=self.space.like[0].device) for _ in range(2))
-        keys = {at.block.name: key for key, at in self.places.items()}
+        """Returns the projection of a tree like the gradient, on all ranks."""
+        device = self.space.local_params[0].device
+        owned, full = (torch.zeros(self.length, dtype=self.dtype, device=device) for _ in range(2))
+        keys = {parameter.block.name: key for key, parameter in self.places.items()}
 
         def of_block(block: OwnedBlock, x: Tensor) -> Tensor:
             key = keys[block.name]
-            into = plain if block.layout is None else owned
-            into[self.columns[key]] = turned(x.to(self.dtype).view(_shape(self.places[key])), self.bases(key)).flatten()
+            out = full if block.layout is None else owned
+            out[self.columns[key]] = turned(x.to(self.dtype).view(_shape(self.places[key])), self.bases(key)).flatten()
             return x
 
         vector = [x.to(self.dtype) for x in self.space.read(gradient)]
         on_owner(self.space.moving, vector, of_block, work)
-        return over_all(self.space.params, owned) + plain
+        return over_all(self.space.params, owned) + full
 
 
-def _shape(at: OwnedParameter) -> tuple[int, int]:
+def _shape(parameter: OwnedParameter) -> tuple[int, int]:
     """A parameter's shape as a matrix; a vector is a column."""
-    first, second = (*at.matrix, 1, 1)[:2]
+    first, second = (*parameter.matrix, 1, 1)[:2]
     return first, second
 
 
 class Projected(Receiver):
-    """Takes projected gradients of rows.
+    """A receiver that projects the gradients of rows.
 
     Attributes:
         values: `[rows, numbers]`.
@@ -345,7 +344,7 @@ class Projected(Receiver):
         self.sketch = sketch
         self.values = torch.zeros((rows, sketch.length), dtype=sketch.dtype, device=device)
 
-    def take(self, key: Key, numel: int, rows: slice, uses: Sequence[Used]) -> None:
+    def add_gradients(self, key: Key, numel: int, rows: slice, uses: Sequence[Used]) -> None:
         """Projects the gradients of some rows."""
         if key in self.sketch.columns:  # else it has no elements
             self.values[rows, self.sketch.columns[key]] += self.sketch.of_rows(key, numel, uses)
@@ -354,47 +353,49 @@ class Projected(Receiver):
 # --- files ---
 
 
-def _begin(folder: Path, sketch: Sketch, of: dict[str, float], ranks: int, batches: int | None, name: str) -> None:
-    """Writes what the folder is about, or compares it."""
-    space, about = sketch.space, folder / ABOUT
-    told: dict[str, Any] = {
+def _begin(
+    folder: Path, sketch: Sketch, fingerprint: dict[str, float], ranks: int, batches: int | None, name: str
+) -> None:
+    """Writes the settings of a new folder, or compares those of an existing one."""
+    space, about_path = sketch.space, folder / ABOUT
+    settings: dict[str, Any] = {
         "size": sketch.size,
         "seed": sketch.seed,
-        "parameters": {at.path: list(at.shape) for at in sketch.places.values()},
+        "parameters": {parameter.path: list(parameter.shape) for parameter in sketch.places.values()},
         "dtype": str(sketch.dtype),
-        "of": of,
+        "of": fingerprint,
     }
     ranks_of = together(space.params)
     with failing_together([ranks_of], name, (OSError, ValueError, KeyError, CheckpointError)):
-        found = json.loads(about.read_bytes()) if about.exists() else None
-        if found is None and batches is None:
+        stored = json.loads(about_path.read_bytes()) if about_path.exists() else None
+        if stored is None and batches is None:
             raise CheckpointError(f"{name}: {folder} has no gradients: pass batches to write them")
-        if found is not None:
-            if "of" not in found:
+        if stored is not None:
+            if "of" not in stored:
                 raise CheckpointError(f"{name}: {folder} does not say what it was made of: remove it, or pass another")
-            asked = told | ({} if batches is None else {"ranks": ranks, "batches": batches})
-            if other := [key for key in asked if key != "of" and found[key] != asked[key]]:
-                both = listed(f"{key}: {found[key]}, not {asked[key]}" for key in other)
-                raise CheckpointError(f"{name}: {folder} was written for other arguments: {both}")
-            compare(found["of"], of, f"{name}: {folder}")
-    agree([f"exists: {found is not None}"], ranks_of, name)
+            expected = settings | ({} if batches is None else {"ranks": ranks, "batches": batches})
+            if different := [key for key in expected if key != "of" and stored[key] != expected[key]]:
+                differences = listed(f"{key}: {stored[key]}, not {expected[key]}" for key in different)
+                raise CheckpointError(f"{name}: {folder} was written for other arguments: {differences}")
+            compare(stored["of"], fingerprint, f"{name}: {folder}")
+    agree([f"exists: {stored is not None}"], ranks_of, name)
     with failing_together([ranks_of], name, OSError):
-        if found is None and row_place(space.params)[0] == 0:
+        if stored is None and row_place(space.params)[0] == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            content = json.dumps({**told, "ranks": ranks, "batches": batches}, indent=1)
-            _publish(about, content.encode())
+            content = json.dumps({**settings, "ranks": ranks, "batches": batches}, indent=1)
+            _publish(about_path, content.encode())
     agree([], ranks_of, name)
 
 
 def _files(folder: Path) -> dict[tuple[int, int], tuple[str, int, str]]:
-    """The name, the number of rows, and the digest of the batch, of each file, by batch and rank."""
-    found = {}
+    """Returns the name, number of rows and batch digest of each file, by batch and rank."""
+    files = {}
     for path in sorted(folder.glob("[0-9]*-[0-9]*-[0-9]*-*.npy")):
         batch, rank, rows, digest = path.stem.split("-")
-        if (int(batch), int(rank)) in found:
+        if (int(batch), int(rank)) in files:
             raise CheckpointError(f"{folder} has two files of batch {batch} of rank {rank}: ranks had different rows")
-        found[int(batch), int(rank)] = path.name, int(rows), digest
-    return found
+        files[int(batch), int(rank)] = path.name, int(rows), digest
+    return files
 
 
 def _write(
@@ -402,14 +403,14 @@ def _write(
     sketch: Sketch,
     losses: Losses,
     batch: tuple[Any, ...],
-    at: tuple[int, int],
-    there: Mapping[tuple[int, int], tuple[str, int, str]],
-    wanted: bool,
+    file_id: tuple[int, int],
+    files: Mapping[tuple[int, int], tuple[str, int, str]],
+    missing: bool,
     name: str,
 ) -> None:
-    """Computes the rows of one batch and writes them, unless all ranks have; compares the batch if this rank has."""
+    """Writes the rows of one batch, unless all ranks have them; checks a stored batch's digest."""
     params = sketch.space.params
-    given, rows = checked(params, functools.partial(tuple, batch), name)
+    arguments, rows = checked(params, functools.partial(tuple, batch), name)
     crc = 0
     for leaf in rows.leaves:
         is_tensor = isinstance(leaf, Tensor)
@@ -417,40 +418,43 @@ def _write(
         crc = zlib.crc32(memory(leaf) if is_tensor else b"", zlib.crc32(text.encode(), crc))
     digest = f"{crc:08x}"
     error = None
-    if at in there and there[at][2] != digest:
-        error = CheckpointError(f"{name}: batch {at[0]} of rank {at[1]} in {folder} was another one: {there[at][0]}")
-    alone = [f"rows: {digest}"] if row_place(params)[1] == 1 else []  # then all ranks have the same
-    agree(alone, together(params), name, mine=error, subject=_ALONE)
-    if not wanted:
+    if file_id in files and files[file_id][2] != digest:
+        index, rank = file_id
+        error = CheckpointError(
+            f"{name}: batch {index} of rank {rank} in {folder} was another one: {files[file_id][0]}"
+        )
+    lines = [f"rows: {digest}"] if row_place(params)[1] == 1 else []  # then all ranks have the same
+    agree(lines, together(params), name, own_error=error, subject=_ALONE)
+    if not missing:
         return
-    compare_once(losses, params, given, name)
+    compare_once(losses, params, arguments, name)
     receiver = Projected(sketch, max(rows.rows, 1), *kind_of(params, rows))
     visit(losses, params, rows, receiver, name)
     with failing_together([together(params)], name, OSError):
         content = io.BytesIO()
         np.save(content, receiver.values[: rows.rows].cpu().numpy())
-        _publish(folder / f"{at[0]:07}-{at[1]:05}-{rows.rows}-{digest}.npy", content.getvalue())
+        _publish(folder / f"{file_id[0]:07}-{file_id[1]:05}-{rows.rows}-{digest}.npy", content.getvalue())
 
 
 def _publish(path: Path, content: bytes) -> None:
-    """Writes a file that is either there and complete or not; ranks with the same rows write the same."""
-    aside = path.with_name(f".{path.name}.{process_groups.global_rank()}.writing")
-    write_whole(aside, content)
-    os.replace(aside, path)
+    """Writes a file atomically; ranks with the same rows write the same content."""
+    staging_path = path.with_name(f".{path.name}.{process_groups.global_rank()}.writing")
+    write_whole(staging_path, content)
+    os.replace(staging_path, path)
     sync(path.parent)
 
 
 def _complete(folder: Path, sketch: Sketch, batches: int, name: str) -> GradientStore:
-    there = _files(folder)
+    files = _files(folder)
     ranks = json.loads((folder / ABOUT).read_bytes())["ranks"]
-    wanted = [(batch, rank) for batch in range(batches) for rank in range(ranks)]
-    lacking = [at for at in wanted if at not in there]
+    expected = [(batch, rank) for batch in range(batches) for rank in range(ranks)]
+    missing = [file_id for file_id in expected if file_id not in files]
     error = None
-    if lacking:
+    if missing:
         error = CheckpointError(
-            f"{name}: {folder} lacks {len(lacking)} of {len(wanted)} files, such as that of batch {lacking[0][0]} of "
-            f"rank {lacking[0][1]}: pass the batches, on {ranks} ranks, and it goes on"
+            f"{name}: {folder} lacks {len(missing)} of {len(expected)} files, such as that of batch {missing[0][0]} of "
+            f"rank {missing[0][1]}: pass the batches, on {ranks} ranks, and it goes on"
         )
-    agree([], together(sketch.space.params), name, mine=error)
-    files = [there[at][:2] for at in wanted]
-    return GradientStore(folder, sum(rows for _, rows in files), files, sketch)
+    agree([], together(sketch.space.params), name, own_error=error)
+    entries = [files[file_id][:2] for file_id in expected]
+    return GradientStore(folder, sum(rows for _, rows in entries), entries, sketch)

@@ -1,4 +1,4 @@
-"""Second moments of what meets each matrix, each kept by the rank that owns the matrix.
+"""Second moments of the inputs and gradients of each matrix, on the rank that owns it.
 
 `ekfac` makes of them the Fisher matrix in a Kronecker-factored eigenbasis, which can be inverted: each parameter is a
 block of its own, whose owner decomposes its factors, and a product moves a vector there and back, as Muon does with
@@ -70,17 +70,17 @@ class Kronecker(Operator):
         """
         self.space.agree("solve", damping=damping)
         if not isinstance(damping, (int, float)) or not 0 < damping < math.inf:
-            raise ValueError(f"solve: damping={damping!r}; it is a finite number above 0")
+            raise ValueError(f"solve: damping must be a finite number above 0, got {damping!r}")
         return self._through(v, lambda x, values: x / (values + damping))
 
     def _through(self, v: Any, scaled: Callable[[Tensor, Tensor], Tensor]) -> Any:
         def of_block(block: OwnedBlock, x: Tensor) -> Tensor:
-            own = as_owner(self.state[block.name])
-            left, right = own.get("left"), own.get("right")
-            y = x.to(own["values"].dtype).view(own["values"].shape)
-            y = scaled(turned(y, (left, right)), own["values"])
-            back = turned(y, [None if basis is None else basis.mT for basis in (left, right)])
-            return back.reshape(x.shape)
+            block_state = as_owner(self.state[block.name])
+            left, right = block_state.get("left"), block_state.get("right")
+            y = x.to(block_state["values"].dtype).view(block_state["values"].shape)
+            y = scaled(turned(y, (left, right)), block_state["values"])
+            product = turned(y, [None if basis is None else basis.mT for basis in (left, right)])
+            return product.reshape(x.shape)
 
         vector: Vector = [x.to(wide(x)) for x in self.space.read(v)]
         return self.space.written(on_owner(self.space.moving, vector, of_block, work))
@@ -140,64 +140,67 @@ def ekfac(
     """
     name = f"ekfac of {name_of(losses.model if isinstance(losses, Drawn) else losses)}"
     space, path = Space(params, name), None if folder is None else local_path(folder, f"{name}: folder")
-    each = places(space)
-    there, labels = begun(path), f"drawn with seed {losses.seed}" if isinstance(losses, Drawn) else "given"
-    asked: dict[str, Any] = {
+    parameters = places(space)
+    exists, labels = begun(path), f"drawn with seed {losses.seed}" if isinstance(losses, Drawn) else "given"
+    settings: dict[str, Any] = {
         "corrected": bool(corrected), "diagonal": ", ".join(sorted(diagonal)), "labels": labels
     }  # fmt: skip
-    error = _wrong(diagonal, each, name)
-    if batches is None and not there:
+    error = _wrong(diagonal, parameters, name)
+    if batches is None and not exists:
         error = error or ValueError(
             f"{name}: pass batches, as there is {f'nothing in {path}' if path else 'no folder'}"
         )
-    also = {"folder": path and str(path), "exists": there, "batches": batches is not None}
-    lines = [f"{key}: {value!r}" for key, value in {**asked, **also}.items()]
-    agree(lines, together(params), name, mine=error)
+    extra = {"folder": path and str(path), "exists": exists, "batches": batches is not None}
+    lines = [f"{key}: {value!r}" for key, value in {**settings, **extra}.items()]
+    agree(lines, together(params), name, own_error=error)
     check_batches(batches, params, name)
-    of = {} if path is None else made_of(space, name, losses, batches)
-    if there:
+    fingerprint = {} if path is None else made_of(space, name, losses, batches)
+    if exists:
         assert path is not None, "it exists"
-        return _read(space, each, path, asked, of, name)
+        return _read(space, parameters, path, settings, fingerprint, name)
     assert batches is not None, "it was checked"
-    found = _fitted(space, each, losses, batches, name, asked["corrected"], set(diagonal))
+    fisher = _fitted(space, parameters, losses, batches, name, settings["corrected"], set(diagonal))
     if path is not None:
-        kept = {"asked": asked, "of": of, "kinds": found.kinds, "rows": found.rows, "state": found.state}
-        checkpoint.save(path, kept)
-    return found
+        contents: dict[str, Any] = {"asked": settings, "of": fingerprint}
+        contents |= {"kinds": fisher.kinds, "rows": fisher.rows, "state": fisher.state}
+        checkpoint.save(path, contents)
+    return fisher
 
 
 def _fitted(
     space: Space,
-    each: dict[Key, OwnedParameter],
+    parameters: dict[Key, OwnedParameter],
     losses: Losses | Drawn,
     batches: Iterable[Any],
     name: str,
     corrected: bool,
     diagonal: Collection[str],
 ) -> Kronecker:
-    matrices = [key for key, at in each.items() if len(at.shape) > 1 and at.path not in diagonal]
-    factors = Sums(space, dict.fromkeys(KINDS, (0, 1)), matrices, [key for key in each if key not in matrices])
+    matrices = [
+        key for key, parameter in parameters.items() if len(parameter.shape) > 1 and parameter.path not in diagonal
+    ]
+    factors = Sums(space, dict.fromkeys(KINDS, (0, 1)), matrices, [key for key in parameters if key not in matrices])
     gather(factors, losses, batches, name)
-    kinds = {at.path: factors.totals[key].kind or "diagonal" for key, at in each.items()}
-    state = _zeros(each, kinds)
+    kinds = {parameter.path: factors.totals[key].kind or "diagonal" for key, parameter in parameters.items()}
+    state = _zeros(parameters, kinds)
     used = [key for key in matrices if factors.totals[key].kind is not None]
-    for key, at in each.items():
-        if at.mine:
-            _decompose(as_owner(state[at.block.name]), factors.totals[key], factors.rows)
+    for key, parameter in parameters.items():
+        if parameter.is_owner:
+            _decompose(as_owner(state[parameter.block.name]), factors.totals[key], factors.rows)
     if corrected:
-        bases = {key: functools.partial(_bases, each[key], state, kinds) for key in used}
+        bases = {key: functools.partial(_bases, parameters[key], state, kinds) for key in used}
         squares = Sums(space, {}, (), used, bases)
         gather(squares, losses, batches, name)
         for key in used:
-            if each[key].mine:
-                values, found = as_owner(state[each[key].block.name])["values"], squares.totals[key].squares
-                assert found is not None, "it was asked for"
-                torch.div(found, squares.rows, out=values)
+            if parameters[key].is_owner:
+                values, sum_squares = as_owner(state[parameters[key].block.name])["values"], squares.totals[key].squares
+                assert sum_squares is not None, "it was asked for"
+                torch.div(sum_squares, squares.rows, out=values)
     return Kronecker(space.params, kinds, factors.rows, state, name)
 
 
 def gather(sums: Sums, losses: Losses | Drawn, batches: Iterable[Any], name: str, *, strict: bool = True) -> None:
-    """Adds to sums what all batches have. The first is compared as by `per_example`.
+    """Adds the rows of all batches to sums; compares the first batch as `per_example` does.
 
     Raises:
         ValueError: there are matrices without factors, if `strict`; no rows.
@@ -205,17 +208,17 @@ def gather(sums: Sums, losses: Losses | Drawn, batches: Iterable[Any], name: str
     params = sums.params
     refuse_cut(params, name)
     call = losses.losses if isinstance(losses, Drawn) else losses
-    with draws_restored(sums.space.like) as before:
-        for number, batch in enumerate(each_of(batches, name, *called(losses))):
-            given, rows = checked(params, functools.partial(_labelled, losses, params, batch, number), name)
-            if not number:
-                compare_once(call, params, given, name)
+    with draws_restored(sums.space.local_params) as before:
+        for index, batch in enumerate(each_of(batches, name, *called(losses))):
+            arguments, rows = checked(params, functools.partial(_labelled, losses, params, batch, index), name)
+            if not index:
+                compare_once(call, params, arguments, name)
                 before.restore()  # each pass draws the same numbers
             visit(call, params, rows, sums.receiver(rows.rows, *kind_of(params, rows)), name)
-            others = sums.refused()
-            if strict and others:
+            unsupported = sums.refused()
+            if strict and unsupported:
                 raise ValueError(
-                    f"{name}: the use of {listed(others)} has no Kronecker factors: a matrix is used whole, by "
+                    f"{name}: the use of {listed(unsupported)} has no Kronecker factors: a matrix is used whole, by "
                     f"products or by lookups, but not by both, and not in parts. Freeze it, or pass its path in "
                     f"diagonal="
                 )
@@ -223,70 +226,79 @@ def gather(sums: Sums, losses: Losses | Drawn, batches: Iterable[Any], name: str
         raise ValueError(f"{name}: no rank has rows")
 
 
-def _labelled(losses: Losses | Drawn, params: Any, batch: tuple[Any, ...], number: int) -> tuple[Any, ...]:
-    return losses.labelled(params, batch, number) if isinstance(losses, Drawn) else batch
+def _labelled(losses: Losses | Drawn, params: Any, batch: tuple[Any, ...], index: int) -> tuple[Any, ...]:
+    return losses.labelled(params, batch, index) if isinstance(losses, Drawn) else batch
 
 
-def _wrong(diagonal: Collection[str], each: dict[Key, OwnedParameter], name: str) -> Exception | None:
+def _wrong(diagonal: Collection[str], parameters: dict[Key, OwnedParameter], name: str) -> Exception | None:
     if isinstance(diagonal, str):
         return TypeError(f"{name}: diagonal={diagonal!r}; it is a collection of paths, [{diagonal!r}] for one")
-    paths = {at.path for at in each.values()}
+    paths = {parameter.path for parameter in parameters.values()}
     unknown = sorted(set(diagonal) - paths)
     if unknown:
         return ValueError(f"{name}: no parameter is called {listed(unknown)}; there are {listed(sorted(paths))}")
     return None
 
 
-# --- what is kept ---
+# --- stored state ---
 
 
-def _zeros(each: dict[Key, OwnedParameter], kinds: Mapping[str, str]) -> dict[str, Any]:
-    def zeros(at: OwnedParameter) -> Any:
-        return remembered(at.unit, at.block, at.owner, _shapes(at, kinds[at.path]) | {"values": at.matrix})
+def _zeros(parameters: dict[Key, OwnedParameter], kinds: Mapping[str, str]) -> dict[str, Any]:
+    def zeros(parameter: OwnedParameter) -> Any:
+        shapes = _shapes(parameter, kinds[parameter.path]) | {"values": parameter.matrix}
+        return remembered(parameter.unit, parameter.block, parameter.owner, shapes)
 
-    return {at.block.name: zeros(at) for at in each.values()}
+    return {parameter.block.name: zeros(parameter) for parameter in parameters.values()}
 
 
-def _shapes(at: OwnedParameter, kind: str) -> dict[str, tuple[int, ...]]:
-    return {side: (at.matrix[i],) * 2 for i, side in enumerate(SIDES) if side in KEPT.get(kind, ())}
+def _shapes(parameter: OwnedParameter, kind: str) -> dict[str, tuple[int, ...]]:
+    return {side: (parameter.matrix[i],) * 2 for i, side in enumerate(SIDES) if side in KEPT.get(kind, ())}
 
 
 def _read(
-    space: Space, each: dict[Key, OwnedParameter], folder: Path, asked: dict[str, Any], of: dict[str, float], name: str
+    space: Space,
+    parameters: dict[Key, OwnedParameter],
+    folder: Path,
+    settings: dict[str, Any],
+    fingerprint: dict[str, float],
+    name: str,
 ) -> Kronecker:
-    like = {"asked": asked, "of": of, "kinds": {at.path: "" for at in each.values()}, "rows": 0.0}
-    told = checkpoint.load(folder, like, ignore=r"state\..*")
-    if told["asked"] != asked:
-        raise checkpoint.CheckpointError(f"ekfac: {folder} is of a call with {told['asked']}, not {asked}")
-    compare(told["of"], of, f"ekfac: {folder}")
-    found = checkpoint.load(folder, told | {"state": _zeros(each, told["kinds"])})
-    return Kronecker(space.params, found["kinds"], found["rows"], found["state"], name)
+    kinds = {parameter.path: "" for parameter in parameters.values()}
+    template = {"asked": settings, "of": fingerprint, "kinds": kinds, "rows": 0.0}
+    stored = checkpoint.load(folder, template, ignore=r"state\..*")
+    if stored["asked"] != settings:
+        raise checkpoint.CheckpointError(
+            f"ekfac: {folder} is of a call with {stored['asked']}; this call has {settings}"
+        )
+    compare(stored["of"], fingerprint, f"ekfac: {folder}")
+    loaded = checkpoint.load(folder, stored | {"state": _zeros(parameters, stored["kinds"])})
+    return Kronecker(space.params, loaded["kinds"], loaded["rows"], loaded["state"], name)
 
 
-def _decompose(own: dict[str, Tensor], total: Total, rows: float) -> None:
-    """Writes the eigenvectors of a matrix's factors, and K-FAC's eigenvalues; or the squares of what has no factors."""
-    values = [torch.zeros_like(own["values"])] if total.squares is None else [total.squares]
+def _decompose(block_state: dict[str, Tensor], total: Total, rows: float) -> None:
+    """Writes the eigenvectors and eigenvalues of a matrix's factors; or squares, where it has none."""
+    values = [torch.zeros_like(block_state["values"])] if total.squares is None else [total.squares]
     if total.kind is not None:
         values = [total.moments.pop(i) for i in range(len(SIDES))]
         for i, side in enumerate(SIDES):
-            if side in own:
-                found, vectors = eigh(values[i])
-                own[side].copy_(vectors)
-                values[i] = found.clamp(min=0)
+            if side in block_state:
+                eigenvalues, vectors = eigh(values[i])
+                block_state[side].copy_(vectors)
+                values[i] = eigenvalues.clamp(min=0)
         values = [torch.outer(*values) / total.tokens]
-    own["values"].copy_(values[0] / rows)
+    block_state["values"].copy_(values[0] / rows)
 
 
-def _bases(at: OwnedParameter, state: dict[str, Any], kinds: Mapping[str, str]) -> dict[str, Tensor]:
-    """The eigenvectors of a matrix's factors on its owner, and zeros on other ranks."""
-    shapes, like = _shapes(at, kinds[at.path]), at.unit.values
-    if at.mine:
-        own = as_owner(state[at.block.name])
-        return {side: own[side] for side in shapes}
-    return {side: like.new_zeros(shape, dtype=wide(like)) for side, shape in shapes.items()}
+def _bases(parameter: OwnedParameter, state: dict[str, Any], kinds: Mapping[str, str]) -> dict[str, Tensor]:
+    """Returns the eigenvectors of a matrix's factors on its owner, and zeros on other ranks."""
+    shapes, template = _shapes(parameter, kinds[parameter.path]), parameter.unit.values
+    if parameter.is_owner:
+        block_state = as_owner(state[parameter.block.name])
+        return {side: block_state[side] for side in shapes}
+    return {side: template.new_zeros(shape, dtype=wide(template)) for side, shape in shapes.items()}
 
 
-# --- the moments themselves ---
+# --- second moments ---
 
 INPUTS: dict[Kind, int] = {"linear": 1, "product": 0}  # the dimension of a matrix along which its inputs are
 
@@ -340,11 +352,11 @@ class Grams:
             if block.name not in self.inputs:
                 return x
             flip = INPUTS[self.kinds[block.name]] == 0
-            weight, gram = x.view(block.whole[0], -1), as_owner(self.inputs[block.name])
-            given = weight.mT if flip else weight
+            matrix, gram = x.view(block.whole[0], -1), as_owner(self.inputs[block.name])
+            weight = matrix.mT if flip else matrix
             try:
-                new = f(block.path, given, gram)
-                if new.shape != given.shape:
+                new = f(block.path, weight, gram)
+                if new.shape != weight.shape:
                     raise ValueError(f"grams: {name_of(f)} returned {tuple(new.shape)} for {block.path}")
             except Exception as error:  # others wait for this rank
                 errors.append(error)
@@ -352,8 +364,8 @@ class Grams:
             return (new.mT if flip else new).reshape(x.shape)
 
         space = self._space
-        values = on_owner(space.moving, [x.to(wide(x)) for x in space.like], of_block, work)
-        agree([], together(space.params), space.name, mine=next(iter(errors), None))
+        values = on_owner(space.moving, [x.to(wide(x)) for x in space.local_params], of_block, work)
+        agree([], together(space.params), space.name, own_error=next(iter(errors), None))
         return space.variables.tree(space.tangents(values))
 
 
@@ -390,27 +402,28 @@ def grams(
     labels = losses.seed if isinstance(losses, Drawn) else None
     space.agree("grams", outputs=bool(outputs), fisher=bool(fisher), labels=labels)
     check_batches(batches, params, name)
-    wanted = {kind: (0, 1) if outputs else (dim,) for kind, dim in INPUTS.items()}
-    each = places(space)
-    sums = Sums(space, wanted, [key for key, at in each.items() if len(at.shape) > 1], list(each) if fisher else ())
+    dims = {kind: (0, 1) if outputs else (dim,) for kind, dim in INPUTS.items()}
+    parameters = places(space)
+    matrices = [key for key, parameter in parameters.items() if len(parameter.shape) > 1]
+    sums = Sums(space, dims, matrices, list(parameters) if fisher else ())
     gather(sums, losses, batches, name, strict=False)
-    found: dict[int, dict[str, Any]] = {0: {}, 1: {}}
-    kinds, tokens, rest = {}, {}, []
+    moments: dict[int, dict[str, Any]] = {0: {}, 1: {}}
+    kinds, tokens, left_out = {}, {}, []
     for key in sums.matrices:
-        at, total = sums.places[key], sums.totals[key]
+        parameter, total = sums.places[key], sums.totals[key]
         if total.other or total.kind not in INPUTS:
-            rest.append(at.path)
+            left_out.append(parameter.path)
             continue
-        kinds[at.path], tokens[at.path] = total.kind, total.tokens
-        for dim in wanted[total.kind]:
-            n = at.matrix[dim]
-            kept = remembered(at.unit, at.block, at.owner, (n, n))
-            if at.mine:
-                as_owner(kept).copy_(total.moments[dim]).div_(total.tokens)
-            found[int(dim != INPUTS[total.kind])][at.path] = kept
+        kinds[parameter.path], tokens[parameter.path] = total.kind, total.tokens
+        for dim in dims[total.kind]:
+            n = parameter.matrix[dim]
+            moment = remembered(parameter.unit, parameter.block, parameter.owner, (n, n))
+            if parameter.is_owner:
+                as_owner(moment).copy_(total.moments[dim]).div_(total.tokens)
+            moments[int(dim != INPUTS[total.kind])][parameter.path] = moment
     diagonal = None
     if fisher:
         squares = {sums.places[key].block.name: total.squares for key, total in sums.totals.items()}
         scaled = on_owner(space.moving, space.zeros(), lambda block, x: squares[block.name].reshape(x.shape), work)  # type: ignore[union-attr]
         diagonal = space.written([x / sums.rows for x in scaled])
-    return Grams(found[0], found[1], diagonal, kinds, tokens, sums.rows, tuple(rest), space)
+    return Grams(moments[0], moments[1], diagonal, kinds, tokens, sums.rows, tuple(left_out), space)

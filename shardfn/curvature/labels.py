@@ -1,4 +1,4 @@
-"""Losses at labels that are drawn from a model, whose gradients make up the Fisher matrix."""
+"""Losses at labels that are sampled from a model, whose gradients make up the Fisher matrix."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardfn.transforms.shortage import RandomNumbers
 
 @dataclass(frozen=True)
 class Drawn:
-    """Losses of rows at labels that are drawn from the model: in place of losses, for the Fisher matrix itself.
+    """Losses of rows at labels sampled from the model, in place of losses, for the Fisher matrix.
 
     A row's loss is its negative log-likelihood, summed over its labels. They depend on the seed, the number of the
     batch, and the rank among those with other rows, so they are the same in each pass, but not on every mesh.
@@ -50,31 +50,33 @@ class Drawn:
 
         def losses(params: Any, labels: Tensor, *batch: Any) -> Tensor:
             with replaced(Distribution, _validate_args=False):  # which it cannot do row by row
-                each: Tensor = -likelihood(model(params, *batch), *batch).log_prob(labels)
-            return each.flatten(1).sum(1) if each.ndim > 1 else each
+                values: Tensor = -likelihood(model(params, *batch), *batch).log_prob(labels)
+            return values.flatten(1).sum(1) if values.ndim > 1 else values
 
         return losses
 
     def labelled(self, params: Any, batch: tuple[Any, ...], number: int) -> tuple[Any, ...]:
-        """The batch with its labels before it.
+        """Returns the labels, followed by the batch.
 
         Raises:
             TypeError: the likelihood is no distribution.
         """
         rows, (mesh, axes) = batch_of(batch, "Drawn"), row_axes(params)
-        met = optree.tree_unflatten(rows.tree, rows.filled())
+        filled = optree.tree_unflatten(rows.tree, rows.filled())
         with torch.no_grad(), scope(mesh) if axes else contextlib.nullcontext(), paused():
             rank = axis_index(axes) if axes else 0
-            found = self.likelihood(self.model(params, *met), *met)
-            if not isinstance(found, Distribution):
-                raise TypeError(f"Drawn: the likelihood returned {type(found).__name__}; it is of torch.distributions")
+            distribution = self.likelihood(self.model(params, *filled), *filled)
+            if not isinstance(distribution, Distribution):
+                raise TypeError(
+                    f"Drawn: the likelihood returned {type(distribution).__name__}. Return a torch.distributions object"
+                )
             before = RandomNumbers([x for x in batch if isinstance(x, Tensor)])
             torch.manual_seed(mixed(int_seed(self.seed), "labels", number, rank))
-            labels = found.sample()[: rows.rows]
+            labels = distribution.sample()[: rows.rows]
             before.restore()
         return labels, *batch
 
 
 def called(losses: Any) -> tuple[Callable[..., Any], ...]:
-    """The functions that are called with each batch: of `Drawn` its two, else the losses themselves."""
+    """The functions called with each batch: both of `Drawn`, or the losses."""
     return (losses.model, losses.likelihood) if isinstance(losses, Drawn) else (losses,)

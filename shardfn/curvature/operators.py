@@ -58,23 +58,27 @@ class Operator:
 
     def __matmul__(self, v: Any) -> Any:
         """The product with a vector: a tree like the gradient, in float32 or wider."""
-        return self.space.written(self.of(self.space.read(v)))
+        return self.space.written(self.matvec(self.space.read(v)))
 
-    def of(self, vector: Vector) -> Vector:
-        """The product with a vector as this folder has it."""
+    def matvec(self, vector: Vector) -> Vector:
+        """Returns the product with a vector that is a list of tensors, as elsewhere in this package."""
         # The checker follows one product: others are the same.
         with paused() if self._seen else contextlib.nullcontext():
             product = self.space.read(self._apply(self.space.written(vector)))
         self._seen = True
         # It may be the vector itself, and callers overwrite it.
-        return [x.to(wide(z), copy=True) for x, z in zip(product, self.space.like, strict=True)]
+        return [x.to(wide(z), copy=True) for x, z in zip(product, self.space.local_params, strict=True)]
 
     def __mul__(self, factor: float) -> Operator:
         if not isinstance(factor, Real) and not (isinstance(factor, Tensor) and factor.ndim == 0):
             return NotImplemented
-        number = self.space.factor(float(factor))
+        scalar = self.space.factor(float(factor))
         space = self.space
-        return Operator(lambda v: space.written([x * number for x in self.of(space.read(v))]), self.params, self.name)
+
+        def scaled(v: Any) -> Any:
+            return space.written([x * scalar for x in self.matvec(space.read(v))])
+
+        return Operator(scaled, self.params, self.name)
 
     __rmul__ = __mul__
 
@@ -86,7 +90,7 @@ class Operator:
             return NotImplemented
 
         def added(v: Any) -> Any:
-            x, y = (a.of(self.space.read(v)) for a in (self, other))
+            x, y = (a.matvec(self.space.read(v)) for a in (self, other))
             return self.space.written([a + b for a, b in zip(x, y, strict=True)])
 
         return Operator(added, self.params, f"{self.name} + {other.name}")
@@ -96,22 +100,22 @@ class Operator:
 
 
 def must_be_operator(name: str, A: Any, **settings: Any) -> None:
-    """Raises TypeError for what is no operator, and ValueError on every rank if ranks were given other settings."""
+    """Raises TypeError unless A is an operator, and ValueError on every rank if settings differ."""
     if not isinstance(A, Operator):
         raise TypeError(
-            f"{name}: the first argument is an operator, and this is {kind(A)}: make one by hvp, ggn, fisher or ekfac, "
-            f"or Operator(f, params) of a function v -> A v"
+            f"{name}: A must be an operator, got {kind(A)}. Make one by hvp, ggn, fisher or ekfac, or "
+            f"Operator(f, params) of a function v -> A v"
         )
     if settings:
         A.space.agree(name, **settings)
 
 
 def count_of(queries: Any, space: Space, name: str) -> int:
-    """The number of queries; raises TypeError or ValueError if they are no list, or not as many on each rank."""
-    many = isinstance(queries, Sequence) and not isinstance(queries, str)
-    space.agree(name, queries=len(queries) if many else kind(queries))
-    if not many:
-        raise TypeError(f"{name}: queries are a list of trees like the gradient, and this is {kind(queries)}: pass [q]")
+    """Returns the number of queries; raises unless they are a list, equally long on all ranks."""
+    is_list = isinstance(queries, Sequence) and not isinstance(queries, str)
+    space.agree(name, queries=len(queries) if is_list else kind(queries))
+    if not is_list:
+        raise TypeError(f"{name}: queries must be a list of trees like the gradient, got {kind(queries)}. Pass [q]")
     return len(queries)
 
 
@@ -225,7 +229,7 @@ def fisher(
     Space(params, name).agree("fisher", labels=labels)
     draws = {"expected": 0, "drawn": 1}.get(labels) if isinstance(labels, str) else int_seed(labels)
     if draws is None or isinstance(labels, bool) or (draws < 1 and labels != "expected"):
-        raise ValueError(f"fisher: labels={labels!r}; it is 'expected', 'drawn', or a number of draws above 0")
+        raise ValueError(f"fisher: labels must be 'expected', 'drawn', or a number of draws above 0, got {labels!r}")
 
     def expected(z: Any, dz: Any, batch: tuple[Any, ...], space: Space) -> Any:
         fixed = likelihood(z, *batch)
@@ -236,7 +240,7 @@ def fisher(
 
         return jvp(grad(divergence), (z,), (dz,))[1]
 
-    def drawn(z: Any, dz: Any, batch: tuple[Any, ...], space: Space) -> Any:
+    def sampled(z: Any, dz: Any, batch: tuple[Any, ...], space: Space) -> Any:
         total = None
         for _ in range(draws or 0):
             label = likelihood(z, *batch).sample()
@@ -245,20 +249,22 @@ def fisher(
             total = part if total is None else optree.tree_map(torch.add, total, part)
         return total
 
-    return _through((model, likelihood), drawn if draws else expected, params, batches, name)
+    return _through((model, likelihood), sampled if draws else expected, params, batches, name)
 
 
-def _refuse_kinks(found: Any) -> None:
-    """Raises an error for what has no divergence with a second derivative at the point itself."""
-    if not isinstance(found, torch.distributions.Distribution):
-        raise TypeError(f"fisher: the likelihood returned {type(found).__name__}; it is of torch.distributions")
-    inner: Any = found
+def _refuse_kinks(distribution: Any) -> None:
+    """Raises an error for a distribution without a smooth divergence from itself."""
+    if not isinstance(distribution, torch.distributions.Distribution):
+        raise TypeError(
+            f"fisher: the likelihood returned {type(distribution).__name__}. Return a torch.distributions object"
+        )
+    inner: Any = distribution
     while isinstance(inner, torch.distributions.Independent):
         inner = inner.base_dist
     kinds = torch.distributions.Laplace, torch.distributions.Uniform, torch.distributions.Pareto
     with contextlib.suppress(NotImplementedError):
         if not isinstance(inner, kinds):
-            torch.distributions.kl_divergence(found, found)
+            torch.distributions.kl_divergence(distribution, distribution)
             return
     raise NotImplementedError(
         f"fisher: torch has no divergence of two distributions of type {type(inner).__name__} that is smooth: take "
@@ -288,39 +294,39 @@ def empirical_fisher(losses: Function, params: Any, batches: Iterable[Any] | Non
 
     def same(z: Any, dz: Any, batch: tuple[Any, ...], space: Space) -> Any:
         if not isinstance(z, Tensor) or z.ndim != 1:
-            said = f"a tensor of shape {tuple(z.shape)}" if isinstance(z, Tensor) else type(z).__name__
-            raise ValueError(f"{space.name}: it returns one loss a row, [rows], not {said}")
+            description = f"a tensor of shape {tuple(z.shape)}" if isinstance(z, Tensor) else type(z).__name__
+            raise ValueError(f"{space.name}: losses must return one loss a row, [rows], got {description}")
         return dz
 
     return _through((losses,), same, params, batches, f"empirical_fisher of {name_of(losses)}")
 
 
 def _through(
-    given: Sequence[Function], curved: Function, params: Any, batches: Iterable[Any] | None, name: str
+    functions: Sequence[Function], curved: Function, params: Any, batches: Iterable[Any] | None, name: str
 ) -> Operator:
-    r"""The operator :math:`\sum J^\top C J` of a model, `given[0]`; `curved(z, dz, batch, space)` is :math:`C dz`."""
-    model = given[0]
+    r"""The operator :math:`\sum J^\top C J` of `functions[0]`; `curved(z, dz, batch, space)` is :math:`C dz`."""
+    model = functions[0]
 
     def product(values: Vector, v: Vector, space: Space, batch: tuple[Any, ...]) -> Any:
         def outputs(values: Vector) -> Any:
             return model(space.variables.tree(values), *batch)
 
-        began = RandomNumbers(values)
+        random_before = RandomNumbers(values)
         z, dz = jvp(outputs, (values,), (v,))
         if all(dy is None for dy in _tensors(dz)):
             raise TypeError(f"{name}: the model returns no floating-point tensor")
-        u, ended = curved(z, dz, batch, space), RandomNumbers(values)
-        began.restore()  # the transpose is that of the same function
+        u, random_after = curved(z, dz, batch, space), RandomNumbers(values)
+        random_before.restore()  # the transpose is that of the same function
 
         def paired(p: Any) -> Tensor:  # whose gradient is the transpose of the model at u
             pairs = zip(_tensors(model(p, *batch)), _tensors(u), strict=True)
             return torch.stack([(a * b.conj()).real.sum() for a, b in pairs if b is not None]).sum()
 
         product = grad(paired)(space.variables.tree(values))
-        ended.restore()
+        random_after.restore()
         return product
 
-    return _summed(product, params, batches, name, given)
+    return _summed(product, params, batches, name, functions)
 
 
 def _tensors(tree: Any) -> list[Any]:
@@ -328,33 +334,33 @@ def _tensors(tree: Any) -> list[Any]:
 
 
 def _summed(
-    product: Function, params: Any, batches: Iterable[Any] | None, name: str, given: Sequence[Function]
+    product: Function, params: Any, batches: Iterable[Any] | None, name: str, functions: Sequence[Function]
 ) -> Operator:
     """The operator that sums products over batches, each time with the same random numbers."""
     check_batches(batches, params, name)
     space = Space(params, name)
     values = [x.detach() for x in space.variables.values]
-    began, unchanged = RandomNumbers(values), versions(values)
+    random_state, unchanged = RandomNumbers(values), versions(values)
 
     def apply(tree: Any) -> Any:
         if versions(values) != unchanged:
             raise RuntimeError(f"{name}: the parameters were overwritten since, as by a step: make a new operator")
         v, total = space.tangents(space.read(tree)), list[Tensor]()
         with draws_restored(values):
-            began.restore()
-            for batch in each_of(batches, name, *given):
+            random_state.restore()
+            for batch in each_of(batches, name, *functions):
                 part = space.read(product(values, v, space, batch))
                 if total:
                     add_(total, part)
                 else:  # not before, as a product needs the memory
-                    total = [x.to(wide(z), copy=True) for x, z in zip(part, space.like, strict=True)]
+                    total = [x.to(wide(z), copy=True) for x, z in zip(part, space.local_params, strict=True)]
         return space.written(total)
 
     return Operator(apply, params, name)
 
 
 def check_batches(batches: Iterable[Any] | None, params: Any, name: str) -> None:
-    """Raises TypeError or ValueError for batches that are no collection, or not as many on each rank."""
+    """Raises TypeError or ValueError unless batches are a collection, equally many on each rank."""
     count, error = 0, None
     if batches is None:
         pass
@@ -366,32 +372,36 @@ def check_batches(batches: Iterable[Any] | None, params: Any, name: str) -> None
     else:
         count = len(batches)
     advice = "A product is a sum over all of them: give each rank as many batches, some of them smaller if need be"
-    told = f"batches: {'none' if batches is None else count}"
-    agree([told], together(params), name, mine=error, subject=("the numbers of batches", advice))
+    line = f"batches: {'none' if batches is None else count}"
+    agree([line], together(params), name, own_error=error, subject=("the numbers of batches", advice))
 
 
-def each_of(batches: Iterable[Any] | None, name: str, *given: Function, before: int = 1) -> Iterator[tuple[Any, ...]]:
-    """The arguments of functions besides the first ones, such as parameters, for each batch.
+def each_of(
+    batches: Iterable[Any] | None, name: str, *functions: Function, before: int = 1
+) -> Iterator[tuple[Any, ...]]:
+    """Yields each batch's arguments, and checks that the functions accept them.
+
+    `before` is the number of arguments in front of them, such as the parameters.
 
     Raises:
         ValueError: there is no batch.
         TypeError: by their signatures the functions take another number of arguments.
     """
-    number = 0
-    for number, batch in enumerate([()] if batches is None else batches, 1):
+    count = 0
+    for count, batch in enumerate([()] if batches is None else batches, 1):
         arguments = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
-        for f in given:
-            must_take(f, [None] * before + [*arguments], name, "" if batches is None else f"in batch {number - 1}")
+        for f in functions:
+            must_take(f, [None] * before + [*arguments], name, "" if batches is None else f"in batch {count - 1}")
         yield arguments
-    if not number:
+    if not count:
         raise ValueError(f"{name}: there are no batches")
 
 
 _LIST = "Batches are a list, and each is a tuple of the arguments that follow: [(x, y)] for one batch, not (x, y)"
 
 
-def must_take(f: Function, arguments: Sequence[Any], name: str, where: str = "", fix: str = _LIST) -> None:
-    """Raises TypeError if a function that says what it takes cannot be called with these arguments."""
+def must_take(f: Function, arguments: Sequence[Any], name: str, location: str = "", fix: str = _LIST) -> None:
+    """Raises TypeError if a function's signature does not accept these arguments."""
     try:
         signature = inspect.signature(f, follow_wrapped=False)
     except (TypeError, ValueError):
@@ -399,8 +409,9 @@ def must_take(f: Function, arguments: Sequence[Any], name: str, where: str = "",
     try:
         signature.bind(*arguments)
     except TypeError as error:
-        names = ", ".join(str(each.replace(annotation=each.empty)) for each in signature.parameters.values())
+        parameters = signature.parameters.values()
+        names = ", ".join(str(parameter.replace(annotation=parameter.empty)) for parameter in parameters)
         raise TypeError(
-            f"{name}: {name_of(f)}({short(names)}) gets {len(arguments)} arguments{where and f' {where}'}: {error}. "
-            f"{fix}"
+            f"{name}: {name_of(f)}({short(names)}) gets {len(arguments)} arguments{location and f' {location}'}: "
+            f"{error}. {fix}"
         ) from None

@@ -32,7 +32,7 @@ from shardfn.forward_mode.jvp import jvp
 from shardfn.mesh.axes import axis_of, per_mesh
 from shardfn.mesh.lanes import lane
 from shardfn.mesh.scope import scope
-from shardfn.optim.hyperparameters import in_range, whole
+from shardfn.optim.hyperparameters import check_integer, in_range
 from shardfn.optim.norms import global_norm
 from shardfn.quoting import listed, short
 from shardfn.shards.layout import flat_shards, is_flat
@@ -71,13 +71,15 @@ class PerExample:
             direction: a tree like the parameters, with their layouts. For leaves without a gradient, anything.
         """
         parts = self._batch.parts(self._micro)
-        found = [jvp(lambda p, part=part: part.of(self._losses, p), (self._params,), (direction,))[1] for part in parts]
-        return torch.cat(found)
+        losses, params = self._losses, self._params
+        dots = [jvp(lambda p, part=part: part.batched_losses(losses, p), (params,), (direction,))[1] for part in parts]
+        return torch.cat(dots)
 
     def clipped(self, limit: float) -> Any:
-        """The sum over the rows of all ranks of gradients scaled to a norm of at most `limit`; a tree like a gradient.
+        """The sum over all ranks' rows of gradients, each scaled to a norm of at most `limit`.
 
-        If the gradient of any row is not finite, the sum is not. Takes one more forward and backward.
+        It is a tree like a gradient, and takes one more forward and backward. If the gradient of any row is not finite,
+        the sum is not.
 
         Args:
             limit: above 0, the same on all ranks.
@@ -90,7 +92,7 @@ class PerExample:
         return (limit / self.norms.clamp(min=limit)).where(self.norms.isfinite(), self.norms)
 
     def weighted(self, weights: Tensor) -> Any:
-        """The sum over the rows of all ranks of weights times gradients; a tree like a gradient.
+        """The sum over all ranks' rows of weights times gradients; a tree like a gradient.
 
         Args:
             weights: of this rank's rows, `[rows]`.
@@ -108,8 +110,8 @@ class PerExample:
         pairs = list(zip(weights.detach().split([part.rows for part in parts]), parts, strict=True))
 
         def total(params: Any, weights: Tensor, part: BatchArguments) -> Tensor:
-            each = part.of(self._losses, params)
-            return (each * weights.to(each.dtype)).sum()
+            losses = part.batched_losses(self._losses, params)
+            return (losses * weights.to(losses.dtype)).sum()
 
         if len(pairs) == 1:
             gradient = grad(total)(self._params, *pairs[0])
@@ -119,7 +121,7 @@ class PerExample:
 
 
 def per_example(losses: Losses, params: Any, *batch: Any, micro: int = 1) -> PerExample:
-    """Norms of the gradients of single examples, and what follows from them.
+    """Norms of per-example gradients, with their inner products and clipped or weighted sums.
 
     Where rows are used by matrix products, embeddings and convolutions, norms are found from activations and their
     gradients; elsewhere from the gradients of as many rows as fit into some memory. At the first call with a function
@@ -159,31 +161,31 @@ def per_example(losses: Losses, params: Any, *batch: Any, micro: int = 1) -> Per
 
 
 def examples(losses: Losses, params: Any, batch: tuple[Any, ...], name: str, micro: int = 1) -> PerExample:
-    """`per_example`, for a caller of another name."""
+    """As `per_example`, with the caller's name for messages."""
     refuse_module(name, losses)
     if functorch.inside_transform() or functorch.inside_forward_mode():
         raise RuntimeError(f"{name} inside of another transform: take it outside")
-    cut = cuts(params, name)
+    sharded_axes = cuts(params, name)
 
     def right() -> tuple[Any, ...]:
-        whole(name, "micro", micro, 1)  # a batch is cut into so many parts
+        check_integer(name, "micro", micro, 1)  # a batch is cut into so many parts
         must_take(losses, [params, *batch], name, fix="Pass what follows the parameters one by one: x, y, not (x, y)")
         return batch
 
     _, rows = checked(params, right, name, [f"micro={micro}"])
-    same_along(cut, params, rows.leaves, name)
+    same_along(sharded_axes, params, rows.leaves, name)
     check = _unseen(losses, params, rows)
-    found = []
+    results = []
     for part in rows.parts(micro):
-        surroundings = RngAndAutocast(part.device, [], again=check is not None)
-        found.append(_norms(losses, params, part, cut, name))
+        forward_state = RngAndAutocast(part.device, [], again=check is not None)
+        results.append(_norms(losses, params, part, sharded_axes, name))
         if check is not None:
-            with surroundings.again(), paused():  # a checked call judges the program's own gradients
-                compared = _compare(losses, params, part, found[-1], name)
+            with forward_state.again(), paused():  # a checked call judges the program's own gradients
+                compared = _compare(losses, params, part, results[-1], name)
             if compared:
                 check()
             check = None
-    values, norms = (torch.cat([getattr(each, name) for each in found]) for name in ("values", "norms"))
+    values, norms = (torch.cat([getattr(result, name) for result in results]) for name in ("values", "norms"))
     return PerExample(values, norms, losses, params, rows, micro)
 
 
@@ -242,11 +244,11 @@ def dp_grads(
         int_seed(step)
         return tree if mask is None else _counting(tree, mask)
 
-    numbers = {"clip": clip, "noise": noise, "size": size, "step": step}
-    told = digest_of(f"{seed}".encode()) % 2**24  # a message must not tell the seed, which is secret
-    lines = [*(f"{key}: {value!r}" for key, value in numbers.items()), f"seed: an int with checksum {told:x}"]
-    given, _ = checked(params, right, "dp_grads", lines, _ALIKE)
-    rows = examples(losses, params, given, "dp_grads", micro)
+    settings = {"clip": clip, "noise": noise, "size": size, "step": step}
+    seed_checksum = digest_of(f"{seed}".encode()) % 2**24  # a message must not tell the seed, which is secret
+    lines = [*(f"{key}: {value!r}" for key, value in settings.items()), f"seed: an int with checksum {seed_checksum:x}"]
+    arguments, _ = checked(params, right, "dp_grads", lines, _ALIKE)
+    rows = examples(losses, params, arguments, "dp_grads", micro)
     leaves = units(rows._weighted(rows._scales(clip)))
     salt = int_seed(seed), "noise", int_seed(step)
 
@@ -263,9 +265,9 @@ def dp_grads(
 def _refuse_settings(params: Any, clip: Any, noise: Any, size: Any) -> None:
     for name, value in {"clip": clip, "size": size}.items():
         if not isinstance(value, Real) or not 0 < float(value) < math.inf:
-            raise ValueError(f"dp_grads: {name}={value!r}; it is a finite number above 0")
+            raise ValueError(f"dp_grads: {name} must be a finite number above 0, got {value!r}")
     if not isinstance(noise, Real) or not 0 <= float(noise) < math.inf:
-        raise ValueError(f"dp_grads: noise={noise!r}; it is a finite number, 0 or more")
+        raise ValueError(f"dp_grads: noise must be a finite number, 0 or more, got {noise!r}")
     narrow = [unit for unit in units(params).each if unit.trainable and unit.values is not None]
     narrow = [unit for unit in narrow if unit.values.dtype.itemsize < 4]
     if narrow:
@@ -298,16 +300,16 @@ def noise_scale(norms: Tensor, gradient: Any) -> Tensor:
 
 
 def _all_alike(
-    find: Callable[[], Any], params: Any, name: str, told: Sequence[str] = (), subject: tuple[str, str] = _ALIKE
+    find: Callable[[], Any], params: Any, name: str, lines: Sequence[str] = (), subject: tuple[str, str] = _ALIKE
 ) -> Any:
-    """What a rank finds; raises an error on all ranks if one finds an error, or if they do not tell the same."""
-    found, error = None, None
+    """Returns the result of `find`; raises on all ranks if one raises, or if lines differ."""
+    result, error = None, None
     try:
-        found = find()
-    except (TypeError, ValueError) as own:
-        error = own
-    agree([*told], together(params), name, mine=error, subject=subject)
-    return found
+        result = find()
+    except (TypeError, ValueError) as failure:
+        error = failure
+    agree([*lines], together(params), name, own_error=error, subject=subject)
+    return result
 
 
 # --- the batch ---
@@ -332,10 +334,10 @@ class BatchArguments:
     @property
     def device(self) -> torch.device:
         """The device of the rows."""
-        return next(x.device for x, yes in zip(self.leaves, self.mapped, strict=True) if yes)
+        return next(x.device for x, has_rows in zip(self.leaves, self.mapped, strict=True) if has_rows)
 
-    def of(self, losses: Losses, params: Any, name: str = "per_example") -> Tensor:
-        """The losses as they are written."""
+    def batched_losses(self, losses: Losses, params: Any, name: str = "per_example") -> Tensor:
+        """Returns the losses of one call with all rows, without vmap."""
         result = losses(params, *optree.tree_unflatten(self.tree, self.leaves))
         if not isinstance(result, Tensor) or result.shape != (self.rows,):
             raise TypeError(_not_losses(losses, result, f"{self.rows} rows", name))
@@ -345,35 +347,36 @@ class BatchArguments:
         """The leaves, with a row of zeros if there is none, as all ranks call stages equally often."""
         if self.rows:
             return self.leaves
-        return [x.new_zeros((1, *x.shape[1:])) if yes else x for x, yes in zip(self.leaves, self.mapped, strict=True)]
+        pairs = zip(self.leaves, self.mapped, strict=True)
+        return [x.new_zeros((1, *x.shape[1:])) if has_rows else x for x, has_rows in pairs]
 
     def having(self, some: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
-        """The arguments with some of the rows."""
-        kept = [some(x) if yes else x for x, yes in zip(self.leaves, self.mapped, strict=True)]
-        found: tuple[Any, ...] = optree.tree_unflatten(self.tree, kept)
-        return found
+        """Returns the arguments with a selection of the rows."""
+        leaves = [some(x) if has_rows else x for x, has_rows in zip(self.leaves, self.mapped, strict=True)]
+        arguments: tuple[Any, ...] = optree.tree_unflatten(self.tree, leaves)
+        return arguments
 
     def parts(self, n: int) -> list[BatchArguments]:
-        """The batch in parts; with too few rows the last have none."""
+        """Splits the batch into n parts; with too few rows the last are empty."""
         if n == 1:
             return [self]
         counts = [self.rows // n + (i < self.rows % n) for i in range(n)]
-        split = [x.split(counts) if yes else [x] * n for x, yes in zip(self.leaves, self.mapped, strict=True)]
+        split = [x.split(counts) if has_rows else [x] * n for x, has_rows in zip(self.leaves, self.mapped, strict=True)]
         return [BatchArguments([xs[i] for xs in split], self.tree, self.mapped, counts[i]) for i in range(n)]
 
 
 def batch_of(batch: tuple[Any, ...], name: str = "per_example") -> BatchArguments:
-    """Arguments after the parameters; raises TypeError or ValueError if no rows can be told in them."""
+    """Returns the arguments after the parameters; raises TypeError or ValueError without a common dim 0."""
     paths, leaves, tree = optree.tree_flatten_with_path(batch, none_is_leaf=True)
     if flat_shards(batch):
         raise TypeError(f"{name}: there is a flat shard in the batch; pass parameters as `params`")
     mapped = [isinstance(x, Tensor) and x.ndim > 0 for x in leaves]
-    counts = {str(path): len(x) for path, x, yes in zip(paths, leaves, mapped, strict=True) if yes}
+    counts = {str(path): len(x) for path, x, has_rows in zip(paths, leaves, mapped, strict=True) if has_rows}
     if not counts:
         raise ValueError(f"{name}: no tensor of the batch has rows: every tensor has this rank's rows in dim 0")
     if len(set(counts.values())) > 1:
-        told = listed(f"{path} has {n}" for path, n in counts.items())
-        raise ValueError(f"{name}: every tensor of the batch has this rank's rows in dim 0, and {told}")
+        listing = listed(f"{path} has {n}" for path, n in counts.items())
+        raise ValueError(f"{name}: every tensor of the batch has this rank's rows in dim 0, and {listing}")
     return BatchArguments(leaves, tree, mapped, next(iter(counts.values())))
 
 
@@ -381,34 +384,36 @@ def checked(
     params: Any,
     batch: Callable[[], tuple[Any, ...]],
     name: str,
-    told: Sequence[str] = (),
+    lines: Sequence[str] = (),
     subject: tuple[str, str] = ARGUMENTS,
 ) -> tuple[tuple[Any, ...], BatchArguments]:
-    """The arguments for a batch, and its rows, after all ranks have found theirs right, and tell the same."""
+    """Returns a batch's arguments and rows, after all ranks have checked theirs and compared lines."""
 
     def right() -> tuple[tuple[Any, ...], BatchArguments]:
-        given = batch()
-        return given, batch_of(given, name)
+        arguments = batch()
+        return arguments, batch_of(arguments, name)
 
-    found: tuple[tuple[Any, ...], BatchArguments] = _all_alike(right, params, name, told, subject)
-    return found
+    result: tuple[tuple[Any, ...], BatchArguments] = _all_alike(right, params, name, lines, subject)
+    return result
 
 
 def _counting(batch: tuple[Any, ...], mask: Tensor) -> tuple[Any, ...]:
-    """The rows of a batch that count."""
-    found = batch_of(batch, "dp_grads")
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != (found.rows,):
-        said = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        raise ValueError(f"dp_grads: mask is {said}; it is bool, [{found.rows}], one for each of this rank's rows")
-    at = mask.nonzero()[:, 0]
-    return found.having(lambda x: x.index_select(0, at.to(x.device)))
+    """Selects the rows of a batch that a mask includes."""
+    rows = batch_of(batch, "dp_grads")
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != (rows.rows,):
+        description = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(
+            f"dp_grads: mask must be bool, [{rows.rows}], one for each of this rank's rows, got {description}"
+        )
+    indices = mask.nonzero()[:, 0]
+    return rows.having(lambda x: x.index_select(0, indices.to(x.device)))
 
 
-def _not_losses(losses: Losses, result: Any, of: str, name: str) -> str:
-    said = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+def _not_losses(losses: Losses, result: Any, subject: str, name: str) -> str:
+    description = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
     return (
-        f"{name}: {name_of(losses)} returns one loss a row, [rows], and returned {said} for {of}: leave out the mean "
-        f"or sum over rows, as by reduction='none'"
+        f"{name}: {name_of(losses)} returns one loss a row, [rows], and returned {description} for {subject}: leave "
+        f"out the mean or sum over rows, as by reduction='none'"
     )
 
 
@@ -424,49 +429,50 @@ class ExampleNorms(NamedTuple):
 
 
 def _code(function: Any, depth: int = 3) -> Any:
-    """The code of a function, and of those that it closes over: the same if it is made anew at each step."""
+    """The code of a function and its closure, equal for functions that each step makes again."""
     if isinstance(function, functools.partial):
-        return tuple(_code(each, depth - 1) for each in (function.func, *function.args) if callable(each) and depth)
+        callees = [callee for callee in (function.func, *function.args) if callable(callee)]
+        return tuple(_code(callee, depth - 1) for callee in callees if depth)
     cells = getattr(function, "__closure__", None) or ()
     with contextlib.suppress(ValueError):  # an empty cell
         inner = [cell.cell_contents for cell in cells if callable(cell.cell_contents)]
-        return getattr(function, "__code__", type(function)), *(_code(each, depth - 1) for each in inner if depth)
+        return getattr(function, "__code__", type(function)), *(_code(callee, depth - 1) for callee in inner if depth)
     return getattr(function, "__code__", type(function))
 
 
-def _norms(losses: Losses, params: Any, batch: BatchArguments, cut: Cuts, name: str) -> ExampleNorms:
-    """Losses and norms of the rows."""
-    norms = SquaredNorms(max(batch.rows, 1), *kind_of(params, batch), cut)
-    each = visit(losses, params, batch, norms, name)
+def _norms(losses: Losses, params: Any, batch: BatchArguments, sharded_axes: Cuts, name: str) -> ExampleNorms:
+    """Computes the losses and the gradient norms of the rows."""
+    norms = SquaredNorms(max(batch.rows, 1), *kind_of(params, batch), sharded_axes)
+    values = visit(losses, params, batch, norms, name)
     squares = norms.squares.pop(())
-    if cut:
-        mesh, axes = row_axes(params)[0], all_of(cut)
-        own = torch.stack([each.double(), squares[: batch.rows].double()])
+    if sharded_axes:
+        mesh, axes = row_axes(params)[0], all_of(sharded_axes)
+        local = torch.stack([values.double(), squares[: batch.rows].double()])
         with scope(mesh):
-            whole, least = functional.pmax(torch.cat([own, -own]), axes).chunk(2)
-            squares[: batch.rows] = whole[1]
+            maxima, negated_minima = functional.pmax(torch.cat([local, -local]), axes).chunk(2)
+            squares[: batch.rows] = maxima[1]
             for names, part in norms.squares.items():
                 squares += functional.psum(part, names)
-        scale = torch.stack([each.abs().double(), squares[: batch.rows].double()])
-        apart = bool((whole + least > 4 * math.sqrt(norms.eps) * scale).any())
+        scale = torch.stack([values.abs().double(), squares[: batch.rows].double()])
+        differ = bool((maxima + negated_minima > 4 * math.sqrt(norms.eps) * scale).any())
         error = ValueError(
             f"{name}: along {', '.join(axes)}, which cut parameters, ranks have other losses of the same rows, or "
             f"other gradients of parameters that no axis cuts: end losses in psum, and write pvary where such a "
             f"parameter, or what all ranks have, meets what each rank has"
         )
-        agree([], together(params), name, mine=error if apart else None)
-    return ExampleNorms(each, squares.sqrt()[: batch.rows], norms.eps)
+        agree([], together(params), name, own_error=error if differ else None)
+    return ExampleNorms(values, squares.sqrt()[: batch.rows], norms.eps)
 
 
 def kind_of(params: Any, batch: BatchArguments) -> tuple[torch.dtype, torch.device]:
     """The dtype in which gradients of rows are summed, float32 or wider, and the device."""
     values = Variables(params).values
-    wide = torch.float64 if any(x.dtype in (torch.float64, torch.complex128) for x in values) else torch.float32
-    return wide, values[0].device if values else batch.device
+    dtype = torch.float64 if any(x.dtype in (torch.float64, torch.complex128) for x in values) else torch.float32
+    return dtype, values[0].device if values else batch.device
 
 
 def visit(losses: Losses, params: Any, batch: BatchArguments, receiver: Receiver, name: str) -> Tensor:
-    """Computes the losses of the rows, `[rows]`, and has their gradients taken by a receiver.
+    """Computes the losses of the rows, `[rows]`, and passes their gradients to a receiver.
 
     A rank without rows visits one of zeros, since it calls stages as often as others: its receiver has one row.
     """
@@ -477,25 +483,26 @@ def visit(losses: Losses, params: Any, batch: BatchArguments, receiver: Receiver
     shards = {id(x): (i, x.requires_grad_()) for i, (x, layout) in pairs if layout is not None}
     keys = [Key(i) if layout is None else None for i, layout in enumerate(layouts)]
     rows = [x.detach() if isinstance(x, Tensor) else x for x in batch.filled()]
-    rows = [x[:, None] if yes else x for x, yes in zip(rows, batch.mapped, strict=True)]  # each a batch of one row
-    wide, device = kind_of(params, batch)
+    # Each row is a batch of one row.
+    rows = [x[:, None] if has_rows else x for x, has_rows in zip(rows, batch.mapped, strict=True)]
+    dtype, device = kind_of(params, batch)
     # With shards, ranks call stages equally often, so not for some rows alone.
-    way = ExecutionMode.of(_code(losses), 1 if shards else 2, bounded=not shards)
+    mode = ExecutionMode.for_code(_code(losses), 1 if shards else 2, bounded=not shards)
 
     def call(leaves: list[Any]) -> Any:
         receiver.calls.clear()
-        own = optree.tree_unflatten(batch.tree, leaves[len(values) :])
-        result = losses(wrapped.tree(leaves[: len(values)]), *own)
+        arguments = optree.tree_unflatten(batch.tree, leaves[len(values) :])
+        result = losses(wrapped.tree(leaves[: len(values)]), *arguments)
         if not isinstance(result, Tensor) or result.shape != (1,):
             raise TypeError(_not_losses(losses, result, "one row", name))
         return result
 
     def total(anchor: Tensor) -> tuple[Tensor, Tensor]:
         mapped = [False] * len(values) + batch.mapped
-        own = [*keys, *[None] * len(rows)]
+        all_keys = [*keys, *[None] * len(rows)]
         with stages_apart(receiver, shards):
             try:
-                result, which = way.run(FunctionCall(call, [*values, *rows], mapped, own, anchor, receiver))
+                result, which = mode.run(FunctionCall(call, [*values, *rows], mapped, all_keys, anchor, receiver))
             except (RuntimeError, ValueError, NotImplementedError) as error:
                 if not cannot(error) or not shards:
                     raise
@@ -503,19 +510,19 @@ def visit(losses: Losses, params: Any, batch: BatchArguments, receiver: Receiver
                     f"{name}: {name_of(losses)} does something outside of stages that torch.func.vmap cannot do "
                     f"for rows: let a stage do it. It said: {short(error)}"
                 ) from error
-        each = result[:, 0] if which[0] else result.expand(receiver.rows)
-        if not shards.keys().isdisjoint(id(leaf) for leaf in autograd.leaves_of([each])):
+        row_losses = result[:, 0] if which[0] else result.expand(receiver.rows)
+        if not shards.keys().isdisjoint(id(leaf) for leaf in autograd.leaves_of([row_losses])):
             raise RuntimeError(
                 f"{name}: {name_of(losses)} computes with a flat shard outside of stages, where its rows cannot "
                 f"be told apart: let a stage do it"
             )
-        return each.sum(), each.detach()
+        return row_losses.sum(), row_losses.detach()
 
-    anchor = torch.zeros((), dtype=wide, device=device)
+    anchor = torch.zeros((), dtype=dtype, device=device)
     with torch.no_grad():  # nothing outside takes a gradient of it
-        (_, each), _ = value_and_grad(total, has_aux=True)(anchor)
+        (_, row_losses), _ = value_and_grad(total, has_aux=True)(anchor)
         receiver.finish()
-    return each[: batch.rows]
+    return row_losses[: batch.rows]
 
 
 # --- the first call, compared with the losses as they are written ---
@@ -525,21 +532,21 @@ _seen: set[Any] = set()
 
 
 def _unseen(losses: Losses, params: Any, batch: BatchArguments) -> Callable[[], None] | None:
-    """What notes that a function was compared; None if it was. All ranks of a mesh compare, or none."""
+    """Returns a function that marks losses as compared; None if they were. All ranks agree."""
     mesh, _ = row_axes(params)
-    seen: set[Any] = _seen if mesh is None else per_mesh(mesh, ("per_example", lane()), set)
+    compared: set[Any] = _seen if mesh is None else per_mesh(mesh, ("per_example", lane()), set)
     key = _code(losses), batch.tree
-    return None if key in seen else lambda: seen.add(key)
+    return None if key in compared else lambda: compared.add(key)
 
 
 def compare_once(losses: Losses, params: Any, batch: tuple[Any, ...], name: str) -> None:
-    """Raises RuntimeError on every rank as `per_example`, if the losses were not compared before and mix rows."""
+    """Raises RuntimeError on every rank if the losses mix rows, unless compared before."""
     if _unseen(losses, params, batch_of(batch, name)) is not None:
         examples(losses, params, batch, name)
 
 
-def _compare(losses: Losses, params: Any, batch: BatchArguments, found: ExampleNorms, name: str) -> bool:
-    """Compares losses, and the norm of the last of the first rows, with those of the losses as they are written.
+def _compare(losses: Losses, params: Any, batch: BatchArguments, computed: ExampleNorms, name: str) -> bool:
+    """Compares losses, and the gradient norm of one row, with those of a call without vmap.
 
     Returns:
         Whether the ranks at the first position of the axes of rows have one, the same on every rank.
@@ -548,45 +555,48 @@ def _compare(losses: Losses, params: Any, batch: BatchArguments, found: ExampleN
         RuntimeError: on every rank, if they differ on one.
     """
     mesh, axes = row_axes(params)
-    place = 0 if mesh is None else axis_of(mesh, axes).index  # on all ranks, as it may make a group
-    first = batch.rows > 0 and place == 0
+    position = 0 if mesh is None else axis_of(mesh, axes).index  # on all ranks, as it may make a group
+    first = batch.rows > 0 and position == 0
     _, device = kind_of(params, batch)
     weights = torch.zeros(batch.rows, device=device)
     weights[-1:] = float(first)
 
     def total(params: Any) -> tuple[Tensor, Tensor]:
-        each = batch.of(losses, params, name)
-        return (each * weights.to(each.dtype)).sum(), each
+        row_losses = batch.batched_losses(losses, params, name)
+        return (row_losses * weights.to(row_losses.dtype)).sum(), row_losses
 
-    (_, each), gradient = value_and_grad(total, has_aux=True)(params)
+    (_, row_losses), gradient = value_and_grad(total, has_aux=True)(params)
     norm = global_norm(_summed(params, gradient)).double()
-    rough = math.sqrt(found.eps)
-    apart = (each - found.values).abs().double() / each.abs().max().clamp(min=1e-30) if batch.rows else each.double()
-    row = int(apart.argmax()) if batch.rows else 0
-    other = found.norms[-1:].double()
+    precision = math.sqrt(computed.eps)
+    differences = row_losses.double()
+    if batch.rows:
+        differences = (row_losses - computed.values).abs().double() / row_losses.abs().max().clamp(min=1e-30)
+    row = int(differences.argmax()) if batch.rows else 0
+    other = computed.norms[-1:].double()
     flags = torch.zeros(3, dtype=torch.float64, device=device)
     flags[2] = float(first)
-    flags[0] = float((apart > 4 * rough).any())
+    flags[0] = float((differences > 4 * precision).any())
     if first:  # where gradients are summed in fewer bits, the norm as written is a rough one
-        most = rough if rough < 1e-6 else max(rough, 2e-2)
-        flags[1] = float(((norm - other).abs() > most * norm.maximum(other)).any())
+        tolerance = precision if precision < 1e-6 else max(precision, 2e-2)
+        flags[1] = float(((norm - other).abs() > tolerance * norm.maximum(other)).any())
     if mesh is not None and mesh.size() > 1:
         with scope(mesh):
             flags = functional.psum(flags, tuple(mesh.mesh_dim_names or ()))
     if bool(flags[0] > 0):
-        here = ""
-        if bool((apart > 4 * rough).any()):
-            here = f" (here row {row}: {float(each[row]):.6g} in the batch, {float(found.values[row]):.6g} alone)"
+        details = ""
+        if bool((differences > 4 * precision).any()):
+            in_batch, alone = float(row_losses[row]), float(computed.values[row])
+            details = f" (here row {row}: {in_batch:.6g} in the batch, {alone:.6g} alone)"
         raise RuntimeError(
-            f"{name}: the loss of a row is another one when {name_of(losses)} is called with this row alone"
-            f"{here}: rows are mixed, as by a batch norm or a mean over the batch, or draw random numbers in another "
-            f"order, as in a stage that is run for some rows at a time. Draw before, and pass the numbers as rows"
+            f"{name}: the loss of a row differs when {name_of(losses)} is called with this row alone{details}: rows "
+            f"are mixed, as by a batch norm, or draw random numbers in another order. Draw them before, and pass them "
+            f"as rows"
         )
     if bool(flags[1] > 0):
         raise RuntimeError(
-            f"{name}: the norm of the last row's gradient is not that of the gradient of {name_of(losses)} as it "
-            f"is written, on rank 0{f' ({float(other):.6g}, and {float(norm):.6g} as written)' if first else ''}: its "
-            f"derivative mixes rows, or is not what autograd computes of one row"
+            f"{name}: on rank 0 the norm of the last row's gradient differs from that of {name_of(losses)} called with "
+            f"all rows{f' ({float(other):.6g}, and {float(norm):.6g} with all)' if first else ''}: its derivative "
+            f"mixes rows, or is not what autograd computes of one row"
         )
     return bool(flags[2] > 0)
 
@@ -595,7 +605,7 @@ def _compare(losses: Losses, params: Any, batch: BatchArguments, found: ExampleN
 
 
 def _summed(params: Any, gradient: Any) -> Any:
-    """A gradient whose plain tensors are summed over ranks; stages have summed the others."""
+    """Sums the plain tensors of a gradient over ranks; stages have summed the flat shards."""
     return optree.tree_map(
         lambda node: node if is_flat(node) or not moves(node) else over_ranks(params, node), gradient, is_leaf=is_flat
     )

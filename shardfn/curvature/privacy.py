@@ -1,4 +1,4 @@
-"""What differentially private training guarantees, and the noise that it takes, by the accountant of a library.
+"""Epsilon of differentially private training, and the noise for an epsilon, by an accountant.
 
 The package `dp-accounting` composes the privacy losses of all steps numerically, so that errors of rounding and of the
 grid only make epsilon larger.
@@ -38,7 +38,7 @@ def epsilon(noise: float, rate: float, steps: int, delta: float) -> float:
         ``epsilon(noise=1.1, rate=256 / 60_000, steps=14_062, delta=1e-5)`` is 2.38
     """
     _check("epsilon", noise=noise, rate=rate, steps=steps, delta=delta)
-    return _found(_library("epsilon"), noise, rate, steps, delta) if steps else 0.0
+    return _composed_epsilon(_library("epsilon"), noise, rate, steps, delta) if steps else 0.0
 
 
 def noise_for(epsilon: float, rate: float, steps: int, delta: float) -> float:
@@ -62,11 +62,11 @@ def noise_for(epsilon: float, rate: float, steps: int, delta: float) -> float:
     """
     _check("noise_for", epsilon=epsilon, rate=rate, steps=steps, delta=delta)
     if not steps:
-        raise ValueError("noise_for: steps=0 need no noise; it is 1 or more")
+        raise ValueError("noise_for: steps must be 1 or more, got 0, which need no noise")
     library = _library("noise_for")
 
     def enough(noise: float) -> bool:
-        return _found(library, noise, rate, steps, delta) <= epsilon
+        return _composed_epsilon(library, noise, rate, steps, delta) <= epsilon
 
     high = 1.0
     while not enough(high) and high <= MOST:
@@ -94,10 +94,10 @@ RANGES = {
 
 def _check(caller: str, **numbers: Any) -> None:
     for name, value in numbers.items():
-        low, high, means = RANGES[name]
+        low, high, requirement = RANGES[name]
         kind: Any = int if name == "steps" else (int, float)
         if isinstance(value, bool) or not isinstance(value, kind) or not low < value < high:
-            raise ValueError(f"{caller}: {name}={value!r}; it is {means}")
+            raise ValueError(f"{caller}: {name} must be {requirement}, got {value!r}")
 
 
 def _library(caller: str) -> Any:
@@ -108,14 +108,14 @@ def _library(caller: str) -> Any:
     return dp_accounting
 
 
-def _found(library: Any, noise: float, rate: float, steps: int, delta: float) -> float:
-    """Epsilon by privacy loss distributions, on a grid that is fine for one step, and not too long for all of them."""
-    one = 0.5 / noise**2 + 10 / noise  # about the largest loss of a step
+def _composed_epsilon(library: Any, noise: float, rate: float, steps: int, delta: float) -> float:
+    """Computes epsilon from privacy loss distributions, on a grid fine enough for one step."""
+    max_loss = 0.5 / noise**2 + 10 / noise  # about the largest loss of a step
     mu = rate * math.sqrt(steps * math.expm1(min(noise**-2, 30)))  # about the shift of one normal of all steps
-    grid = max(one / 3e4, (mu**2 / 2 + 6 * mu) / 1e6)
+    grid = max(max_loss / 3e4, (mu**2 / 2 + 6 * mu) / 1e6)
     accountant = library.pld.PLDAccountant(value_discretization_interval=grid)
-    each = library.PoissonSampledDpEvent(rate, library.GaussianDpEvent(noise))
+    event = library.PoissonSampledDpEvent(rate, library.GaussianDpEvent(noise))
     try:
-        return float(accountant.compose(each, steps).get_epsilon(delta))
+        return float(accountant.compose(event, steps).get_epsilon(delta))
     except OverflowError:
         return math.inf

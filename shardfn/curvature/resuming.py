@@ -1,4 +1,4 @@
-"""What a folder was made of: a call that reads one, or goes on from it, compares its parameters and losses with it."""
+"""Fingerprints of parameters and losses, compared before a call reads or continues a folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KEYS = ("values", "norm", "rows", "losses", "sizes", "gradients", "rounding")
 
 
 def begun(folder: str | os.PathLike[str] | None) -> bool:
-    """Whether there is something at a path: an empty folder is as good as none."""
+    """Whether a path exists and is not an empty folder."""
     path = None if folder is None else local_path(folder, "folder")
     return path is not None and path.exists() and not (path.is_dir() and not any(path.iterdir()))
 
@@ -30,61 +30,64 @@ def begun(folder: str | os.PathLike[str] | None) -> bool:
 def made_of(
     space: Space, name: str, losses: Losses | Drawn | None = None, batches: Iterable[Any] | None = None
 ) -> dict[str, float]:
-    """Numbers that tell other parameters, and with batches other losses of the first one, on any mesh; 0 without.
+    """Returns a fingerprint of parameters and of the first batch's losses, on any mesh.
 
-    Losses that draw random numbers draw the same ones each time, though not on another mesh.
+    Entries about losses are 0 without batches. Losses that draw random numbers draw the same ones each time, though not
+    on another mesh.
     """
     values, norm = space.probe()
-    found = dict.fromkeys(KEYS, 0.0) | {"values": values, "norm": norm}
+    fingerprint = dict.fromkeys(KEYS, 0.0) | {"values": values, "norm": norm}
     if losses is None or batches is None:
-        return found
+        return fingerprint
     params, batch = space.params, next(each_of(batches, name, *called(losses)))
-    with draws_restored(space.like):
+    with draws_restored(space.local_params):
         torch.manual_seed(0)
-        given, _ = checked(params, lambda: _given(losses, params, batch), name)
-        rows = examples(losses.losses if isinstance(losses, Drawn) else losses, params, given, name)
-    each, squares = rows.values.double(), rows.norms.double().square()
-    own = torch.stack([each.new_tensor(float(len(each))), each.sum(), each.abs().sum(), squares.sum()])
+        arguments, _ = checked(params, lambda: _first_batch(losses, params, batch), name)
+        rows = examples(losses.losses if isinstance(losses, Drawn) else losses, params, arguments, name)
+    row_losses, squares = rows.values.double(), rows.norms.double().square()
+    count = row_losses.new_tensor(float(len(row_losses)))
+    local = torch.stack([count, row_losses.sum(), row_losses.abs().sum(), squares.sum()])
     if isinstance(losses, Drawn):  # other ranks have other draws
-        number, _ = row_place(params)
-        place = own.new_tensor([-float(number) if len(each) else -math.inf])
-        own *= float(largest(params, place)) == float(place)
+        rank, _ = row_place(params)
+        place = local.new_tensor([-float(rank) if len(row_losses) else -math.inf])
+        local *= float(largest(params, place)) == float(place)
     eps = torch.finfo(rows.values.dtype).eps
-    totals = dict(zip(KEYS[2:6], over_all(params, own).tolist(), strict=True))
-    return found | totals | {"rounding": max(space.rounding, 8 * eps)}
+    totals = dict(zip(KEYS[2:6], over_all(params, local).tolist(), strict=True))
+    return fingerprint | totals | {"rounding": max(space.rounding, 8 * eps)}
 
 
-def _given(losses: Losses | Drawn, params: Any, batch: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The first batch; of labels that are drawn only the first row, which has the same ones on any mesh."""
+def _first_batch(losses: Losses | Drawn, params: Any, batch: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns the first batch; for sampled labels its first row, which any mesh labels the same."""
     if not isinstance(losses, Drawn):
         return batch
     return losses.labelled(params, batch_of(batch).having(lambda x: x[:1]), 0)
 
 
-def compare(found: Mapping[str, float], told: Mapping[str, float], where: str) -> None:
-    """Raises CheckpointError if what a folder was made of is not what a call is told.
+def compare(stored: Mapping[str, float], current: Mapping[str, float], subject: str) -> None:
+    """Raises CheckpointError if the fingerprint of a folder is not that of this call.
 
-    Losses are compared if both have a first batch.
+    Losses are compared if both fingerprints have a first batch.
     """
     fix = "Pass another folder, or remove this one"
-    if not abs(found["values"] - told["values"]) <= 1e-9 * max(found["norm"], told["norm"]):
+    if not abs(stored["values"] - current["values"]) <= 1e-9 * max(stored["norm"], current["norm"]):
         raise CheckpointError(
-            f"{where} is of other values of the parameters: their sum with certain signs is {found['values']:.10g}, "
-            f"not {told['values']:.10g}. {fix}"
+            f"{subject} is of other values of the parameters: their sum with certain signs is {stored['values']:.10g}, "
+            f"not {current['values']:.10g}. {fix}"
         )
-    if not found["rounding"] or not told["rounding"]:
+    if not stored["rounding"] or not current["rounding"]:
         return
-    if found["rows"] != told["rows"]:
+    if stored["rows"] != current["rows"]:
         raise CheckpointError(
-            f"{where} is of another first batch, of {found['rows']:.0f} rows on all ranks together, not "
-            f"{told['rows']:.0f}. {fix}, or cut the batch so that ranks have the same rows together"
+            f"{subject} is of another first batch, of {stored['rows']:.0f} rows on all ranks together, not "
+            f"{current['rows']:.0f}. {fix}, or cut the batch so that ranks have the same rows together"
         )
-    rounding = max(found["rounding"], told["rounding"])
-    near = abs(found["losses"] - told["losses"]) <= min(1e3 * rounding, 0.02) * max(found["sizes"], told["sizes"])
-    most = max(found["gradients"], told["gradients"])
-    if not near or not abs(found["gradients"] - told["gradients"]) <= min(4 * rounding**0.5, 0.1) * most:
+    rounding = max(stored["rounding"], current["rounding"])
+    sizes = max(stored["sizes"], current["sizes"])
+    losses_match = abs(stored["losses"] - current["losses"]) <= min(1e3 * rounding, 0.02) * sizes
+    scale = max(stored["gradients"], current["gradients"])
+    if not losses_match or not abs(stored["gradients"] - current["gradients"]) <= min(4 * rounding**0.5, 0.1) * scale:
         raise CheckpointError(
-            f"{where} is of other losses, or of another first batch, whose losses sum up to {found['losses']:.6g}, not "
-            f"{told['losses']:.6g}, and the squares of the norms of their gradients to {found['gradients']:.6g}, not "
-            f"{told['gradients']:.6g}. {fix}"
+            f"{subject} is of other losses, or of another first batch, whose losses sum up to {stored['losses']:.6g}, "
+            f"not {current['losses']:.6g}, and the squares of the norms of their gradients to "
+            f"{stored['gradients']:.6g}, not {current['gradients']:.6g}. {fix}"
         )

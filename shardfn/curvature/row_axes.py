@@ -1,4 +1,4 @@
-"""Which ranks have other rows of a batch, and which have parts of the same parameters.
+"""Mesh axes along which ranks have different rows of a batch, or shards of parameters.
 
 Along the axes of a strategy ranks have other rows; along those of `specs=`, as in tensor parallelism, the same rows and
 parts of parameters.
@@ -25,12 +25,12 @@ Cuts = Mapping[Key, tuple[str, ...]]
 
 
 def cuts(params: Any, name: str) -> Cuts:
-    """The axes that cut parameters, of which a rank has only a part of each row's gradient; those that none cuts aside.
+    """Returns the axes over which `specs=` shards each parameter; unsharded ones are left out.
 
     Raises:
         ValueError: parameters live on some ranks only, or are cut over an axis along which ranks have other rows.
     """
-    layouts, found = Variables(params).layouts, dict[Key, tuple[str, ...]]()
+    layouts, axes_by_key = Variables(params).layouts, dict[Key, tuple[str, ...]]()
     for i, layout in enumerate(layouts):
         if layout is None:
             continue
@@ -39,54 +39,53 @@ def cuts(params: Any, name: str) -> Cuts:
                 f"{name}: {short(layout.stage)!r} lives at some positions of {', '.join(layout.placement.only_at_axes)}"
                 f" only, so that no rank has a whole row: place parameters on all ranks"
             )
-        for number, entry in enumerate(layout.entries):
+        for index, entry in enumerate(layout.entries):
             axes = tuple([axis for axis, n in layout.grid.sizes if n > 1 and axis in entry.spec.axes])
             if axes:
-                found[Key(i, number)] = axes
+                axes_by_key[Key(i, index)] = axes
     data = {axis for layout in layouts if layout for axis in (*layout.placement.axes, *layout.placement.replicas)}
-    both = sorted(data.intersection(all_of(found)))
-    if both:
-        key = next(key for key, axes in found.items() if not data.isdisjoint(axes))
+    shared = sorted(data.intersection(all_of(axes_by_key)))
+    if shared:
+        key = next(key for key, axes in axes_by_key.items() if not data.isdisjoint(axes))
         layout = layouts[key.leaf]
         assert layout is not None, "a plain tensor is not cut"
         raise ValueError(
-            f"{name}: {short(layout.entries[key.number].path)!r} is cut over {', '.join(both)} by specs=, and a "
-            f"strategy has {', '.join(both)} too, as an axis along which ranks have other rows, so that rows meet "
-            f"parameters of other ranks: leave it out of one of them"
+            f"{name}: {short(layout.entries[key.number].path)!r} is sharded over {', '.join(shared)} by specs=, and a "
+            f"strategy has {', '.join(shared)} too, along which ranks have different rows. Leave the axis out of one"
         )
-    return found
+    return axes_by_key
 
 
 def refuse_cut(params: Any, name: str) -> None:
-    """Raises ValueError if axes cut parameters, so that ranks have parts of each row's gradient."""
+    """Raises ValueError if axes shard parameters, so that ranks have parts of each row's gradient."""
     for key, axes in cuts(params, name).items():
         layout = Variables(params).layouts[key.leaf]
         assert layout is not None, "a plain tensor is not cut"
         raise ValueError(
-            f"{name}: {short(layout.entries[key.number].path)!r} is cut over {', '.join(axes)}, along which ranks have "
-            f"parts of each row's gradient: shard parameters over axes of data alone, without specs="
+            f"{name}: {short(layout.entries[key.number].path)!r} is sharded over {', '.join(axes)}, along which ranks "
+            f"have parts of each row's gradient. Shard parameters over data axes alone, without specs="
         )
 
 
-def same_along(cut: Cuts, params: Any, rows: Iterable[Any], name: str) -> None:
-    """Raises ValueError on every rank unless ranks along axes that cut parameters have the same rows."""
-    if not cut:
+def same_along(sharded_axes: Cuts, params: Any, rows: Iterable[Any], name: str) -> None:
+    """Raises ValueError on every rank unless ranks along axes that shard parameters have equal rows."""
+    if not sharded_axes:
         return
     tensors = [x for x in rows if isinstance(x, Tensor)]
     lines = [f"{x.dtype} {tuple(x.shape)}, numbers with checksum {checksum(x):x}" for x in tensors]
-    axes = all_of(cut)
+    axes = all_of(sharded_axes)
     advice = f"Along {', '.join(axes)}, which cut parameters, all ranks have the same rows: cut batches over other axes"
     error: Exception | None = None
     try:
         agree(lines, row_axes(params)[0], name, subject=("the rows", advice), axes=axes)
-    except ValueError as own:
-        error = own
-    agree([], together(params), name, mine=error)
+    except ValueError as mismatch:
+        error = mismatch
+    agree([], together(params), name, own_error=error)
 
 
-def all_of(cut: Cuts) -> tuple[str, ...]:
-    """The axes that cut any parameter."""
-    return tuple(sorted({axis for axes in cut.values() for axis in axes}))
+def all_of(sharded_axes: Cuts) -> tuple[str, ...]:
+    """The axes that shard any parameter."""
+    return tuple(sorted({axis for axes in sharded_axes.values() for axis in axes}))
 
 
 def row_axes(tree: Any) -> tuple[Any, tuple[str, ...]]:
@@ -99,7 +98,7 @@ def row_axes(tree: Any) -> tuple[Any, tuple[str, ...]]:
 
 
 def row_place(tree: Any) -> tuple[int, int]:
-    """The place of this rank among those that have other rows, in the order of the mesh, and their number."""
+    """Returns the index of this rank among the ranks with different rows, and their number."""
     mesh, axes = row_axes(tree)
     if not axes:
         return 0, 1
@@ -108,7 +107,7 @@ def row_place(tree: Any) -> tuple[int, int]:
 
 
 def over_ranks(tree: Any, x: Tensor, reduced: Callable[..., Tensor] = functional.psum) -> Tensor:
-    """The sum over the ranks that have other rows, or another reduction."""
+    """Reduces over the ranks that have different rows, by default to the sum."""
     mesh, axes = row_axes(tree)
     if not axes:
         return x

@@ -1,4 +1,4 @@
-"""Gradients of single rows with respect to one parameter, as the factors of which they are made, and their norms.
+"""Per-row gradients of one parameter, kept as factors, and their norms.
 
 The gradient of row r with respect to a matrix is a sum over its tokens of outer products, `sum_t a[r, t] b[r, t]^T`.
 Its norm is found without it where that is less work: the square is `sum_tu (a_t . a_u) (b_t . b_u)`.
@@ -40,7 +40,7 @@ class ExampleGradient(Protocol):
 
 @dataclass(frozen=True)
 class Dense:
-    """Gradients as they are."""
+    """Gradients stored in full."""
 
     values: Tensor
 
@@ -97,13 +97,13 @@ class Outer:
         return (self.a[rows].mT @ self.b[rows]).reshape(-1, *self.shape)
 
     def swapped(self) -> Outer:
-        """Those of the transposed matrix."""
+        """Returns the gradients of the transposed matrix."""
         return Outer(self.b, self.a, (self.shape[1], self.shape[0]))
 
 
 @dataclass(frozen=True)
 class Picked:
-    """`g[r, t]` at the row of a table that token t picks, summed.
+    """Sums over tokens of `g[r, t]` at the table row that token t selects.
 
     Attributes:
         at: `[rows, tokens]`.
@@ -123,12 +123,12 @@ class Picked:
         return len(self.at)
 
     def sums(self) -> tuple[Tensor, Tensor]:
-        """The places `row * count + at` that rows pick, each once, and the sum of g at each, in float32 or wider."""
+        """Returns the distinct places `row * count + at`, and g's sum at each, float32 or wider."""
         base = torch.arange(self.rows, device=self.at.device)[:, None]
-        places, number = (self.at + base * self.shape[0]).flatten().unique(return_inverse=True)
+        places, inverse = (self.at + base * self.shape[0]).flatten().unique(return_inverse=True)
         g = self.g.flatten(0, 1)
         sums = torch.zeros((len(places), g.shape[1]), dtype=wide(g), device=g.device)
-        return places, sums.index_add_(0, number, g.to(sums.dtype))
+        return places, sums.index_add_(0, inverse, g.to(sums.dtype))
 
     def squares(self) -> Tensor:
         """The square of each row's norm, `[rows]`."""
@@ -137,9 +137,9 @@ class Picked:
 
     def part(self, rows: slice) -> Tensor:
         """The gradients of some rows."""
-        at, g = self.at[rows], self.g[rows]
-        table = g.new_zeros((len(at) * self.shape[0], g.shape[-1]))
-        places = (at + torch.arange(len(at), device=at.device)[:, None] * self.shape[0]).flatten()
+        indices, g = self.at[rows], self.g[rows]
+        table = g.new_zeros((len(indices) * self.shape[0], g.shape[-1]))
+        places = (indices + torch.arange(len(indices), device=indices.device)[:, None] * self.shape[0]).flatten()
         return table.index_add_(0, places, g.flatten(0, 1)).reshape(-1, *self.shape)
 
     def cross(self, other: Outer) -> Tensor:
@@ -151,7 +151,7 @@ class Picked:
 
 
 def parts(rows: int, elements: int) -> list[slice]:
-    """Parts of the rows, each of which has at most about `AT_ONCE` elements."""
+    """Splits the rows into slices of at most about `AT_ONCE` elements each."""
     step = max(1, AT_ONCE // max(1, elements))
     return [slice(start, min(start + step, rows)) for start in range(0, max(rows, 1), step)]
 
@@ -161,7 +161,7 @@ def parts(rows: int, elements: int) -> list[slice]:
 
 @dataclass(frozen=True)
 class ParameterView:
-    """Which elements of a parameter a tensor has: a view of it, of so many elements from `offset`."""
+    """A strided view of a parameter."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -178,8 +178,8 @@ class ParameterView:
                 reach += (n - 1) * stride
         return True
 
-    def of(self, flat: Tensor) -> Tensor:
-        """These elements of some rows of parameters, `[rows, numel]`."""
+    def select_from(self, flat: Tensor) -> Tensor:
+        """Returns this view of each row's parameter, given `[rows, numel]`."""
         return flat.as_strided((len(flat), *self.shape), (flat.stride(0), *self.strides), self.offset)
 
 
@@ -204,11 +204,12 @@ class Several:
 
     def part(self, rows: slice) -> Tensor:
         """The gradients of some rows."""
-        return whole(math.prod(self.shape), self.uses, rows).unflatten(1, self.shape or (1,)).reshape(-1, *self.shape)
+        total = sum_of_uses(math.prod(self.shape), self.uses, rows)
+        return total.unflatten(1, self.shape or (1,)).reshape(-1, *self.shape)
 
 
 def everywhere(shape: Sequence[int]) -> ParameterView:
-    """The place of a whole parameter of this shape."""
+    """The view of a full parameter of this shape."""
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     return ParameterView(tuple(shape), tuple(strides), 0)
 
@@ -234,29 +235,33 @@ def squares(numel: int, uses: Sequence[Used]) -> Tensor:
     if _disjoint(numel, tuple(place for _, place in merged)):
         return torch.stack([form.squares() for form, _ in merged]).sum(0)
     if len(merged) == 2 and merged[0][1] == merged[1][1]:
-        for (one, _), (other, _) in (merged, merged[::-1]):
-            if isinstance(one, Picked) and isinstance(other, Outer) and other.a.shape[1] == 1 == len(one.shape) - 1:
-                return one.squares() + other.squares() + 2 * one.cross(other)
+        for (picked, _), (outer, _) in (merged, merged[::-1]):
+            if (
+                isinstance(picked, Picked)
+                and isinstance(outer, Outer)
+                and outer.a.shape[1] == 1 == len(picked.shape) - 1
+            ):
+                return picked.squares() + outer.squares() + 2 * picked.cross(outer)
     rows = merged[0][0].rows
-    return torch.cat([Dense(whole(numel, merged, part)).squares() for part in parts(rows, numel)])
+    return torch.cat([Dense(sum_of_uses(numel, merged, part)).squares() for part in parts(rows, numel)])
 
 
-def whole(numel: int, uses: Sequence[Used], rows: slice) -> Tensor:
-    """The sum of uses for some rows, `[rows, numel]`."""
+def sum_of_uses(numel: int, uses: Sequence[Used], rows: slice) -> Tensor:
+    """Adds up uses for some rows, `[rows, numel]`."""
     values = [(form.part(rows), place) for form, place in uses]
     sums = values[0][0].new_zeros((len(values[0][0]), numel))
     for value, place in values:
-        place.of(sums).add_(value)
+        place.select_from(sums).add_(value)
     return sums
 
 
 def single(uses: Sequence[Used]) -> list[Used]:
-    """The uses, with those in place of the sum that is of the whole parameter."""
-    found: list[Used] = []
+    """Replaces each sum of uses of the full parameter by these uses."""
+    singles: list[Used] = []
     for form, place in uses:
-        whole = isinstance(form, Several) and place == everywhere(form.shape)
-        found += single(form.uses) if whole and isinstance(form, Several) else [(form, place)]
-    return found
+        is_full = isinstance(form, Several) and place == everywhere(form.shape)
+        singles += single(form.uses) if is_full and isinstance(form, Several) else [(form, place)]
+    return singles
 
 
 def _sum(forms: Sequence[Any]) -> ExampleGradient:
@@ -279,5 +284,5 @@ def _disjoint(numel: int, places: tuple[ParameterView, ...]) -> bool:
         return True
     counts = torch.zeros((1, numel), dtype=torch.int32, device="cpu")
     for place in places:
-        place.of(counts).add_(1)
+        place.select_from(counts).add_(1)
     return bool((counts <= 1).all())

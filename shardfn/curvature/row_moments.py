@@ -1,4 +1,4 @@
-"""Second moments of what meets each parameter, summed over rows, tokens, ranks and batches.
+"""Second moments of each parameter's inputs and gradients, summed over rows, tokens, ranks and batches.
 
 The gradient of a row with respect to a matrix in a product is a sum over its tokens of outer products of inputs and
 gradients of outputs. Their second moments are Kronecker factors; the second moments of the gradient's own elements, in
@@ -20,7 +20,7 @@ from shardfn.check.callsites import paused
 from shardfn.collectives import functional
 from shardfn.compat import process_groups
 from shardfn.curvature.row_axes import over_ranks
-from shardfn.curvature.row_gradients import Outer, Picked, Used, everywhere, parts, single, whole
+from shardfn.curvature.row_gradients import Outer, Picked, Used, everywhere, parts, single, sum_of_uses
 from shardfn.curvature.row_rules import ConvolutionWeight
 from shardfn.curvature.row_uses import Key, Receiver
 from shardfn.curvature.vectors import Space
@@ -37,7 +37,7 @@ Bases = Sequence[Tensor | None]  # for each dimension of a matrix an orthogonal 
 
 @dataclass(frozen=True)
 class OwnedParameter:
-    """A parameter, and the rank that owns what is computed of it.
+    """A parameter, and the rank that owns the results computed from it.
 
     Attributes:
         block: the parameter.
@@ -65,13 +65,13 @@ class OwnedParameter:
         return as_matrix(self.shape)
 
     @property
-    def mine(self) -> bool:
-        """Whether this rank owns it."""
+    def is_owner(self) -> bool:
+        """Whether this rank is the owner."""
         return self.owner == process_groups.global_rank()
 
 
 def places(space: Space) -> dict[Key, OwnedParameter]:
-    """The parameters that have a gradient, as receivers know them."""
+    """Returns the parameters that have a gradient, by key."""
     owner = owners(space.moving, work)
     return {
         Key(i, block.entry): OwnedParameter(block, unit, owner[block])
@@ -82,7 +82,7 @@ def places(space: Space) -> dict[Key, OwnedParameter]:
 
 @dataclass
 class Total:
-    """What was found of one parameter, over all rows of all ranks; the sums are on its owner.
+    """Sums for one parameter over all rows of all ranks, held by its owner.
 
     Attributes:
         kind: how it is used; None for one that no product uses.
@@ -101,7 +101,7 @@ class Total:
 
 
 class Sums:
-    """What receivers find in batch after batch.
+    """Second moments, and squares of gradients, summed over batches.
 
     Args:
         space: vectors like the gradient of the parameters.
@@ -126,7 +126,7 @@ class Sums:
         self.rows = 0.0
 
     def receiver(self, rows: int, dtype: torch.dtype, device: torch.device) -> MomentSums:
-        """What takes one batch; `rows` is 0 for a rank without rows, which visits zeros."""
+        """Returns a receiver for one batch; `rows` is 0 for a rank that visits zeros."""
         self.rows += float(over_all(self.params, torch.tensor(float(rows), dtype=torch.float64, device=device)))
         return MomentSums(self, rows, dtype, device)
 
@@ -136,19 +136,19 @@ class Sums:
 
 
 def over_all(params: Any, x: Tensor) -> Tensor:
-    """The sum over the ranks that have other rows."""
+    """The sum over the ranks that have different rows, without gradients or checks."""
     with paused(), torch.no_grad():
         return over_ranks(params, x)
 
 
 def largest(params: Any, x: Tensor) -> Tensor:
-    """The largest numbers among the ranks that have other rows."""
+    """The maximum over the ranks that have different rows, without gradients or checks."""
     with paused(), torch.no_grad():
         return over_ranks(params, x, functional.pmax)
 
 
 class MomentSums(Receiver):
-    """Takes what one batch adds to sums."""
+    """A receiver that adds one batch to `Sums`."""
 
     def __init__(self, sums: Sums, rows: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(max(rows, 1), dtype)
@@ -156,32 +156,32 @@ class MomentSums(Receiver):
         self.found: dict[Key, Total] = {}
         self.squares: dict[Key, Tensor] = {}
         self.waiting: dict[Key, list[tuple[int, Sequence[Used]]]] = {}
-        self.settled: set[Key] = set()
+        self.reduced: set[Key] = set()
 
-    def seen(self, key: Key, uses: Sequence[Used] | None) -> None:
+    def add_uses(self, key: Key, uses: Sequence[Used] | None) -> None:
         """Adds the moments of one call."""
         if key not in self.sums.matrices or self.empty:
             return
-        shape, found = self.sums.places[key].matrix, self.found.setdefault(key, Total())
-        each = single(uses or [])
-        pairs = [factors(shape, use) for use in each]
+        shape, batch_total = self.sums.places[key].matrix, self.found.setdefault(key, Total())
+        singles = single(uses or [])
+        pairs = [factors(shape, use) for use in singles]
         for pair in [None] if uses is None else pairs:
-            if pair is None or pair[0] != (found.kind or pair[0]):
-                found.other = True
+            if pair is None or pair[0] != (batch_total.kind or pair[0]):
+                batch_total.other = True
                 return
-            found.kind = pair[0]
-        for (form, _), (kind, vectors) in zip(each, [pair for pair in pairs if pair is not None], strict=True):
-            found.tokens += math.prod(vectors[0].shape[:2])
+            batch_total.kind = pair[0]
+        for (form, _), (kind, vectors) in zip(singles, [pair for pair in pairs if pair is not None], strict=True):
+            batch_total.tokens += math.prod(vectors[0].shape[:2])
             for dim in self.sums.wanted.get(kind, ()):
                 moment = _counted(form) if isinstance(form, Picked) and dim == 0 else _moment(vectors[dim])
-                found.moments[dim] = found.moments[dim] + moment if dim in found.moments else moment
+                batch_total.moments[dim] = batch_total.moments[dim] + moment if dim in batch_total.moments else moment
 
     def keep(self, key: Key, numel: int, rows: slice, uses: Sequence[Used]) -> None:
-        """Keeps uses of a parameter whose gradient is to be squared when it is whole."""
+        """Keeps the uses of a parameter until its gradient is complete, if squares are needed."""
         if key in self.sums.squared and not self.empty:
             super().keep(key, numel, rows, uses)
 
-    def take(self, key: Key, numel: int, rows: slice, uses: Sequence[Used]) -> None:
+    def add_gradients(self, key: Key, numel: int, rows: slice, uses: Sequence[Used]) -> None:
         """Adds the squares of some rows' gradients; those in a basis wait for it."""
         if key not in self.sums.squared or self.empty:
             return
@@ -194,39 +194,39 @@ class MomentSums(Receiver):
         new = squares_in(self.sums.places[key].matrix, numel, uses, bases)
         self.squares[key] = self.squares[key].add_(new) if key in self.squares else new
 
-    def settle(self, keys: Sequence[Key]) -> None:
-        """Sums over ranks what a stage found, on every rank alike."""
-        own = [key for key in keys if key in self.sums.places]
-        self._settle(own, [key for key in own if self.calls.get(key.leaf, 1) == 1])
+    def finish_stage(self, keys: Sequence[Key]) -> None:
+        """Sums the moments and squares of a stage over ranks; all ranks call it together."""
+        tracked = [key for key in keys if key in self.sums.places]
+        self._reduce(tracked, [key for key in tracked if self.calls.get(key.leaf, 1) == 1])
 
     def finish(self) -> None:
-        """Takes what was kept, and sums what no stage has settled."""
+        """Takes the kept uses, and sums the parameters that no stage has summed."""
         super().finish()
-        rest = [key for key in self.sums.places if key not in self.settled]
-        self._settle(rest, rest)
+        remaining = [key for key in self.sums.places if key not in self.reduced]
+        self._reduce(remaining, remaining)
 
-    def _settle(self, keys: Sequence[Key], whole: Sequence[Key]) -> None:
+    def _reduce(self, keys: Sequence[Key], complete: Sequence[Key]) -> None:
         matrices = [key for key in keys if key in self.sums.matrices]
         if matrices:
-            self._settle_moments(matrices)
-        for key in whole:
-            self.settled.add(key)
+            self._reduce_moments(matrices)
+        for key in complete:
+            self.reduced.add(key)
             if key in self.sums.squared:
-                self._settle_squares(key)
+                self._reduce_squares(key)
 
-    def _settle_moments(self, keys: Sequence[Key]) -> None:
-        params, each = self.sums.params, [self.found.pop(key, Total()) for key in keys]
+    def _reduce_moments(self, keys: Sequence[Key]) -> None:
+        params, batch_totals = self.sums.params, [self.found.pop(key, Total()) for key in keys]
         numbers = torch.zeros((3, len(keys)), dtype=torch.float64, device=self.device)
-        for i, found in enumerate(each):
-            code = _OTHER if found.other else 0 if found.kind is None else 1 + KINDS.index(found.kind)
-            numbers[0, i], numbers[1, i], numbers[2, i] = code, -(code or math.inf), found.tokens
+        for i, batch_total in enumerate(batch_totals):
+            code = _OTHER if batch_total.other else 0 if batch_total.kind is None else 1 + KINDS.index(batch_total.kind)
+            numbers[0, i], numbers[1, i], numbers[2, i] = code, -(code or math.inf), batch_total.tokens
         ends = largest(params, numbers[:2]).tolist()
         tokens = over_all(params, numbers[2]).tolist()
-        for key, found, most, least, count in zip(keys, each, *ends, tokens, strict=True):
+        for key, batch_total, max_code, negated_min, count in zip(keys, batch_totals, *ends, tokens, strict=True):
             total, place = self.sums.totals[key], self.sums.places[key]
-            if not most:
+            if not max_code:
                 continue
-            kind = None if most == _OTHER or most != -least else KINDS[int(most) - 1]
+            kind = None if max_code == _OTHER or max_code != -negated_min else KINDS[int(max_code) - 1]
             if kind is None or kind != (total.kind or kind):
                 total.other = True
                 continue
@@ -234,13 +234,13 @@ class MomentSums(Receiver):
             for dim in self.sums.wanted.get(kind, ()):
                 n = place.matrix[dim]
                 size = (n,) if (kind, dim) == ("table", 0) else (n, n)
-                part = found.moments.pop(dim, None)
+                part = batch_total.moments.pop(dim, None)
                 part = torch.zeros(size, dtype=self.dtype, device=self.device) if part is None else part
                 part = over_all(params, part.to(self.dtype))
-                if place.mine:
+                if place.is_owner:
                     total.moments[dim] = total.moments[dim].add_(part) if dim in total.moments else part
 
-    def _settle_squares(self, key: Key) -> None:
+    def _reduce_squares(self, key: Key) -> None:
         place, total = self.sums.places[key], self.sums.totals[key]
         if key in self.sums.bases:
             bases = self.sums.bases[key]()
@@ -248,11 +248,11 @@ class MomentSums(Receiver):
                 bases = {side: over_all(self.sums.params, x) for side, x in bases.items()}
             for numel, uses in self.waiting.pop(key, []):
                 self._square(key, numel, uses, (bases.get("left"), bases.get("right")))
-        found = self.squares.pop(key, None)
-        found = torch.zeros(place.matrix, dtype=self.dtype, device=self.device) if found is None else found
-        found = over_all(self.sums.params, found.to(self.dtype))
-        if place.mine:
-            total.squares = found if total.squares is None else total.squares.add_(found)
+        squares = self.squares.pop(key, None)
+        squares = torch.zeros(place.matrix, dtype=self.dtype, device=self.device) if squares is None else squares
+        squares = over_all(self.sums.params, squares.to(self.dtype))
+        if place.is_owner:
+            total.squares = squares if total.squares is None else total.squares.add_(squares)
 
 
 # --- of one use ---
@@ -261,11 +261,11 @@ Vectors = tuple[Tensor, Tensor]  # along each dimension of a matrix, `[rows, tok
 
 
 def factors(shape: Ints, use: Used) -> tuple[Kind, Vectors] | None:
-    """The vectors along the dimensions of a matrix, of whose outer products a use of it is the sum, and its kind."""
+    """Returns a use's kind and the vectors whose outer products it sums; None without factors."""
     form, place = use
     if isinstance(form, ConvolutionWeight):
-        whole, outer = place == everywhere(form.op.shape), form.outer()
-        return ("linear", (outer.a[:, 0], outer.b[:, 0])) if whole and outer is not None else None
+        is_full, outer = place == everywhere(form.op.shape), form.outer()
+        return ("linear", (outer.a[:, 0], outer.b[:, 0])) if is_full and outer is not None else None
     if isinstance(form, Picked):
         return ("table", (form.at, form.g)) if len(shape) == 2 and place == everywhere(shape) else None
     if not isinstance(form, Outer) or form.a.shape[1] != 1 or len(shape) != 2 or place.offset:
@@ -303,7 +303,7 @@ def _moment(x: Tensor) -> Tensor:
 
 
 def _counted(form: Picked) -> Tensor:
-    """How often each word occurs, but for padding."""
+    """Counts how often each word occurs, without padding."""
     counts = torch.bincount(form.at.flatten(), minlength=form.shape[0]).double()
     if form.padding is not None:
         counts[form.padding] = 0
@@ -311,14 +311,13 @@ def _counted(form: Picked) -> Tensor:
 
 
 def squares_in(shape: Ints, numel: int, uses: Sequence[Used], bases: Bases) -> Tensor:
-    """The sum over rows of the squares of their gradients, each turned into a basis: `[*shape]`."""
-    plain = bases == (None, None) and any(
-        isinstance(form, ConvolutionWeight) for form, _ in uses
-    )  # which needs no patches
-    found = [None] if plain or len(shape) != 2 else [factors(shape, use) for use in single(uses)]
-    pairs = [pair for pair in found if pair is not None]
+    """Sums over rows the squares of their gradients in a basis: `[*shape]`."""
+    # In the identity basis, the gradients of a convolution's weight need no patches.
+    direct = bases == (None, None) and any(isinstance(form, ConvolutionWeight) for form, _ in uses)
+    factored = [None] if direct or len(shape) != 2 else [factors(shape, use) for use in single(uses)]
+    pairs = [pair for pair in factored if pair is not None]
     kinds = {kind for kind, _ in pairs}
-    if len(pairs) == len(found) and not {"table"} < kinds:
+    if len(pairs) == len(factored) and not {"table"} < kinds:
         x, y = (torch.cat([vectors[i] for _, vectors in pairs], 1) for i in (0, 1))
         if kinds == {"table"}:
             places, sums = Picked(x, y, shape).sums()
@@ -334,12 +333,12 @@ def squares_in(shape: Ints, numel: int, uses: Sequence[Used], bases: Bases) -> T
     form = uses[0][0]
     total = torch.zeros(shape, dtype=wide(form.part(slice(0, 1))), device=form.part(slice(0, 1)).device)
     for rows in parts(form.rows, numel):
-        total += turned(whole(numel, uses, rows).to(total.dtype).view(-1, *shape), bases).square_().sum(0)
+        total += turned(sum_of_uses(numel, uses, rows).to(total.dtype).view(-1, *shape), bases).square_().sum(0)
     return total
 
 
 def turned(g: Tensor, bases: Bases) -> Tensor:
-    """Matrices in other bases of both dimensions."""
+    """Changes the bases of both dimensions of matrices."""
     left, right = bases
     g = g if left is None else left.mT @ g
     return g if right is None else g @ right

@@ -1,4 +1,4 @@
-"""Where rows and parameters meet: what a row's gradient with respect to a parameter is made of.
+"""Uses of parameters by rows, from which per-row gradients are assembled.
 
 Inside a function whose rows are apart, tensors that are computed from parameters alone, such as a transposed weight,
 are whole, and have a graph of their own that leads to the parameters. An op that takes one of them and a row uses it.
@@ -24,7 +24,7 @@ from shardfn.curvature.row_gradients import (
     everywhere,
     parts,
     squares,
-    whole,
+    sum_of_uses,
 )
 
 _VIEWS = {  # nodes of autograd through which a norm passes as it is
@@ -37,7 +37,7 @@ _VIEWS = {  # nodes of autograd through which a norm passes as it is
 
 @dataclass(frozen=True)
 class Key:
-    """What identifies a parameter in all runs.
+    """The identity of a parameter in all runs.
 
     Attributes:
         leaf: index of the leaf that it is or is a part of, among those that have a gradient.
@@ -49,11 +49,11 @@ class Key:
 
 
 class Undecided(RuntimeError):
-    """A function uses parameters in a way that rules do not follow."""
+    """Error for a use of parameters that rules do not follow."""
 
 
 class Receiver:
-    """What takes the gradients of this rank's rows, parameter after parameter, while backward finds them.
+    """Base class for consumers of per-row gradients, one parameter after another, during backward.
 
     Attributes:
         rows: number of rows.
@@ -67,43 +67,43 @@ class Receiver:
         self.calls: dict[int, int] = {}
         self.kept: dict[Key, tuple[int, list[Used]]] = {}
 
-    def seen(self, key: Key, uses: Sequence[Used] | None) -> None:
-        """Is told the uses of a parameter in one call; None where its gradient has no factors."""
+    def add_uses(self, key: Key, uses: Sequence[Used] | None) -> None:
+        """Called with the uses of a parameter in one call; None if its gradient has no factors."""
 
-    def take(self, key: Key, numel: int, rows: slice, uses: Sequence[Used]) -> None:
-        """Takes the gradients of some rows with respect to a parameter, the sum of these uses, for good."""
+    def add_gradients(self, key: Key, numel: int, rows: slice, uses: Sequence[Used]) -> None:
+        """Consumes the final gradients of some rows with respect to a parameter, a sum of uses."""
         raise NotImplementedError
 
-    def settle(self, keys: Sequence[Key]) -> None:
-        """Is called where the backward of a stage with these parameters has ended, in one order on all ranks."""
+    def finish_stage(self, keys: Sequence[Key]) -> None:
+        """Called after the backward of a stage with these parameters, in one order on all ranks."""
 
     def keep(self, key: Key, numel: int, rows: slice, uses: Sequence[Used]) -> None:
         """Keeps uses of a parameter that other calls use too."""
-        kept = self.kept.setdefault(key, (numel, []))[1]
+        kept_uses = self.kept.setdefault(key, (numel, []))[1]
         if rows == slice(0, self.rows):
-            kept += uses
+            kept_uses += uses
             return
         place = ParameterView((numel,), (1,), 0)
-        if not kept or not (isinstance(kept[0][0], Dense) and kept[0][1] == place):
+        if not kept_uses or not (isinstance(kept_uses[0][0], Dense) and kept_uses[0][1] == place):
             values = uses[0][0].part(slice(0, 1))
-            kept.insert(0, (Dense(values.new_zeros((self.rows, numel))), place))
-        into = kept[0][0]
-        assert isinstance(into, Dense), "it was just made"
-        into.values[rows] += whole(numel, uses, slice(None))
+            kept_uses.insert(0, (Dense(values.new_zeros((self.rows, numel))), place))
+        dense = kept_uses[0][0]
+        assert isinstance(dense, Dense), "it was just made"
+        dense.values[rows] += sum_of_uses(numel, uses, slice(None))
 
     def finish(self) -> None:
-        """Takes what was kept."""
+        """Takes the kept uses."""
         for key, (numel, uses) in self.kept.items():
-            self.take(key, numel, slice(0, self.rows), uses)
+            self.add_gradients(key, numel, slice(0, self.rows), uses)
         self.kept.clear()
 
 
 class SquaredNorms(Receiver):
-    """The squares of the norms of this rank's rows' gradients, as far as they are known.
+    """Squared gradient norms of this rank's rows, accumulated during backward.
 
     Attributes:
-        cut: the axes that cut parameters, of which this rank then has only a part of each row's gradient.
-        squares: by these axes, `[rows]`; `()` for whole parameters.
+        cut: the axes that shard parameters, of which this rank then has only a part of each row's gradient.
+        squares: by these axes, `[rows]`; `()` for unsharded parameters.
     """
 
     def __init__(self, rows: int, dtype: torch.dtype, device: torch.device, cut: Mapping[Key, tuple[str, ...]]) -> None:
@@ -111,10 +111,10 @@ class SquaredNorms(Receiver):
         self.cut = cut
         self.squares = {axes: torch.zeros(rows, dtype=dtype, device=device) for axes in sorted({(), *cut.values()})}
 
-    def take(self, key: Key, numel: int, rows: slice, uses: Sequence[Used]) -> None:
+    def add_gradients(self, key: Key, numel: int, rows: slice, uses: Sequence[Used]) -> None:
         """Adds to the squares of some rows."""
-        into = self.squares[self.cut.get(key, ())]
-        into[rows] += squares(numel, uses).to(into.dtype)
+        sums = self.squares[self.cut.get(key, ())]
+        sums[rows] += squares(numel, uses).to(sums.dtype)
 
 
 class Ticket:
@@ -175,14 +175,14 @@ class TensorUse:
         assert self.form is not None, "it was handed over"
         assert parameter.leaf is not None, "only of views it is not needed"
         tensor, leaf = self.tensor, parameter.leaf
-        back = sorted(range(len(self.order)), key=self.order.__getitem__)
-        gradients = self.form.part(rows).permute(0, *(i + 1 for i in back))
+        inverse_order = sorted(range(len(self.order)), key=self.order.__getitem__)
+        gradients = self.form.part(rows).permute(0, *(i + 1 for i in inverse_order))
         if leaf is tensor:
             return gradients
 
         def pull(g: Tensor) -> Tensor:
-            found = torch.autograd.grad(tensor, leaf, g, retain_graph=True, allow_unused=True)[0]  # type: ignore[arg-type]
-            return torch.zeros_like(leaf) if found is None else found
+            gradient = torch.autograd.grad(tensor, leaf, g, retain_graph=True, allow_unused=True)[0]  # type: ignore[arg-type]
+            return torch.zeros_like(leaf) if gradient is None else gradient
 
         try:
             with functorch.mapping(len(gradients)) as level:
@@ -226,25 +226,25 @@ class UseCollector:
         return self.rows.stop - self.rows.start
 
     def parameter(self, x: Tensor, key: Key) -> Tensor:
-        """A parameter for the function: a leaf of its own."""
+        """Registers a parameter of the run, and returns its leaf for the function."""
         leaf = x.detach().requires_grad_()
         self.parameters[id(leaf)] = RunParameter(leaf, key)
         return leaf
 
     def returned(self, source: Tensor, ticket: Ticket) -> Tensor:
-        """The same for what a stage returned."""
+        """Registers a stage's result, and returns its leaf for the function."""
         leaf = source.detach().requires_grad_()
         parameter = self.parameters[id(leaf)] = RunParameter(leaf, None, source)
 
-        def taken() -> list[Used]:
+        def take_uses() -> list[Used]:
             uses, parameter.uses = parameter.uses, []
             return self._used(parameter, uses, slice(0, self.count)) if uses else []
 
-        ticket.taken = taken
+        ticket.taken = take_uses
         return leaf
 
     def use(self, tensor: Tensor, order: Sequence[int] | None = None) -> TensorUse | None:
-        """A new use; None if the tensor depends on no parameter of the run.
+        """Registers a use; None if the tensor depends on no parameter of the run.
 
         Raises:
             Undecided: it depends on others too.
@@ -264,31 +264,31 @@ class UseCollector:
         return use
 
     def end(self) -> None:
-        """Ends the run: of parameters of which it used views alone, nobody asks for numbers from here on."""
-        for number, parameter in list(self.parameters.items()):
+        """Ends the run, and releases the parameters of which it used only views."""
+        for leaf_id, parameter in list(self.parameters.items()):
             if parameter.simple and parameter.source is None:
-                self.ended.append(self.parameters.pop(number))
+                self.ended.append(self.parameters.pop(leaf_id))
                 parameter.leaf = None
                 for use in parameter.every:
                     use.tensor = None
             parameter.every.clear()
 
     def expanded(self, tensor: Tensor, anchor: Tensor, use: TensorUse) -> Tensor:
-        """A tensor once for each row, `[rows, *shape]`."""
+        """Returns a tensor once for each row, `[rows, *shape]`."""
         rows = tensor.detach().expand(self.count, *tensor.shape)
         return Met.apply(rows, anchor, lambda g: self.hand_over(use, Dense(g), g.dtype))  # type: ignore[no-untyped-call]
 
     def exported(self, tensor: Tensor, anchor: Tensor, use: TensorUse, ticket: Ticket) -> Tensor:
-        """A tensor that a stage returns; in its backward all uses outside of the stage have been handed over."""
+        """Returns a stage's result, whose backward collects all uses outside of the stage."""
 
-        def take(g: Tensor) -> None:
+        def hand_over(g: Tensor) -> None:
             if uses := ticket.taken():
                 self.hand_over(use, Several(tuple(uses), tuple(g.shape)), g.dtype)
 
-        return Met.apply(tensor.detach(), anchor, take)  # type: ignore[no-untyped-call]
+        return Met.apply(tensor.detach(), anchor, hand_over)  # type: ignore[no-untyped-call]
 
     def hand_over(self, use: TensorUse, form: ExampleGradient, dtype: torch.dtype) -> None:
-        """Takes the gradients of a use, which come from numbers of this dtype."""
+        """Stores the gradients of a use, computed in this dtype; finishes parameters without pending uses."""
         use.form = form
         self.receiver.eps = max(self.receiver.eps, torch.finfo(dtype).eps)
         for parameter in use.parameters:
@@ -298,7 +298,7 @@ class UseCollector:
                 self._finish(parameter, parameter.key)
 
     def finish(self) -> None:
-        """Finishes what waits for uses that backward does not reach."""
+        """Finishes parameters with uses that backward does not reach."""
         for parameter in (*self.ended, *self.parameters.values()):
             if parameter.uses and parameter.key is not None:
                 self._finish(parameter, parameter.key)
@@ -307,14 +307,14 @@ class UseCollector:
 
     def _finish(self, parameter: RunParameter, key: Key) -> None:
         uses, parameter.uses = parameter.uses, []
-        numel, whole = parameter.shape.numel(), slice(0, self.count)
-        self.receiver.seen(key, self._used(parameter, uses, whole) if parameter.simple else None)
+        numel, all_rows = parameter.shape.numel(), slice(0, self.count)
+        self.receiver.add_uses(key, self._used(parameter, uses, all_rows) if parameter.simple else None)
         if self.receiver.calls.get(key.leaf, 1) > 1:
-            self.receiver.keep(key, numel, self.rows, self._used(parameter, uses, whole))
+            self.receiver.keep(key, numel, self.rows, self._used(parameter, uses, all_rows))
             return
-        for part in [whole] if parameter.simple else parts(self.count, numel):
+        for part in [all_rows] if parameter.simple else parts(self.count, numel):
             rows = slice(self.rows.start + part.start, self.rows.start + part.stop)
-            self.receiver.take(key, numel, rows, self._used(parameter, uses, part))
+            self.receiver.add_gradients(key, numel, rows, self._used(parameter, uses, part))
 
     def _used(self, parameter: RunParameter, uses: Sequence[TensorUse], part: slice) -> list[Used]:
         """The uses of a parameter; of some rows if they are not simple."""
@@ -329,7 +329,7 @@ class UseCollector:
 
 
 class Begin(torch.autograd.Function):
-    """The anchor of one run, or of a whole stage, whose backward comes after that of every use or run: calls `end`."""
+    """Anchor of a run or stage, whose backward follows that of all uses; calls `end`."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, end: Callable[[], object]) -> Tensor:
@@ -345,7 +345,7 @@ class Begin(torch.autograd.Function):
 
 
 class Link(torch.autograd.Function):
-    """The anchor of a use of what stages returned, so that their backward comes after the use's."""
+    """Anchor of a use of stages' results, so that the stages' backward follows the use's."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *sources: Tensor) -> Tensor:
@@ -361,18 +361,18 @@ class Link(torch.autograd.Function):
 
 
 class Met(torch.autograd.Function):
-    """A tensor whose gradient is taken by a function."""
+    """A tensor whose gradient is passed to a function."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, anchor: Tensor, take: Callable[[Tensor], object]) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, anchor: Tensor, consume: Callable[[Tensor], object]) -> Tensor:
         """The tensor."""
-        ctx.anchor, ctx.take = anchor, take
+        ctx.anchor, ctx.consume = anchor, consume
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         """Hands over the gradient."""
-        ctx.take(g)
+        ctx.consume(g)
         return None, torch.zeros_like(ctx.anchor), None
 
 

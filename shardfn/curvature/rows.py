@@ -1,4 +1,4 @@
-"""Runs a function, and the stages in it, with its rows apart, so that each row's gradient can be told from the others'.
+"""Runs a function and its stages under a vmap over rows, and collects per-row gradients.
 
 The function runs under a vmap over rows, as if it were called with one row alone. Ops that take parameters and rows do
 so by rules, which leave whole products whole. What no rule knows gets every parameter once for each row; and a function
@@ -44,7 +44,7 @@ now = _Now()
 
 
 class RowsMode(TorchFunctionMode):
-    """A context in which ops meet rows, and tensors that are computed from parameters alone."""
+    """A torch-function mode for rows, and for tensors that depend on parameters alone."""
 
     def __init__(self, collector: UseCollector, level: int, anchor: Tensor, bounded: bool) -> None:
         super().__init__()
@@ -63,11 +63,11 @@ class RowsMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if now.mode is self and functorch.level() == self.level and func not in _ASIDE:
-            return self._met(func, args, kwargs)
+        if now.mode is self and functorch.level() == self.level and func not in _UNINTERCEPTED:
+            return self._dispatch(func, args, kwargs)
         return func(*args, **kwargs)
 
-    def _met(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensors = tensors_in(args, kwargs)
         rows = [x for x in tensors if self.row(x)]
         if not rows:
@@ -86,13 +86,13 @@ class RowsMode(TorchFunctionMode):
         return self._generally(func, args, kwargs, rows, shared)
 
     def _generally(self, func: Any, args: Any, kwargs: Any, rows: list[Tensor], shared: list[Tensor]) -> Any:
-        most = MOST_EXPANDED * max(x.numel() for x in rows)
+        max_elements = MOST_EXPANDED * max(x.numel() for x in rows)
         for x in shared if self.bounded else ():
-            if x.numel() > most and parts(self.collector.count, x.numel())[1:]:
+            if x.numel() > max_elements and parts(self.collector.count, x.numel())[1:]:
                 raise Undecided(f"{getattr(func, '__name__', func)} of a parameter of {x.numel()} elements")
         all_of = {id(x): self.all_of(x) for x in shared}
-        given = {key: functorch.mapped(x, self.level) for key, x in all_of.items() if x is not None}
-        args, kwargs = _replaced((args, kwargs), given)
+        replacements = {key: functorch.mapped(x, self.level) for key, x in all_of.items() if x is not None}
+        args, kwargs = _replaced((args, kwargs), replacements)
         return func(*args, **kwargs)
 
     # --- for rules ---
@@ -109,9 +109,9 @@ class RowsMode(TorchFunctionMode):
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls a function of torch, by a rule if there is one."""
-        return self._met(function, args, kwargs)
+        return self._dispatch(function, args, kwargs)
 
-    def together(self, function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
+    def call_batched(self, function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
         """Calls a function with all rows at once, `[rows, *]`."""
         with functorch.below():
             y = function(*[functorch.rows_of(x) for x in rows])
@@ -122,15 +122,16 @@ class RowsMode(TorchFunctionMode):
         use = self.collector.use(tensor, order)
         if use is None:
             return NotImplemented
-        plain = tensor.detach().permute(use.order)
+        detached = tensor.detach().permute(use.order)
         kind = x.device.type
         if torch.is_autocast_enabled(kind) and x.is_floating_point():
             dtype = torch.get_autocast_dtype(kind)
-            x, plain = x.to(dtype), plain.to(dtype)
-        return self.together(lambda rows: Shared.apply(rows, plain, self._anchor(use), self.collector, use, op), x)  # type: ignore[no-untyped-call]
+            x, detached = x.to(dtype), detached.to(dtype)
+        apply: Any = Shared.apply
+        return self.call_batched(lambda rows: apply(rows, detached, self._anchor(use), self.collector, use, op), x)
 
     def all_of(self, tensor: Tensor, ticket: Ticket | None = None) -> Tensor | None:
-        """A shared tensor once for each row, `[rows, *shape]`, or with a ticket as a stage returns it.
+        """Returns a shared tensor for each row, `[rows, *shape]`, or exports it with a ticket.
 
         None if it depends on no parameter.
         """
@@ -147,18 +148,18 @@ class RowsMode(TorchFunctionMode):
         return Link.apply(self.anchor, *sources) if sources else self.anchor  # type: ignore[no-untyped-call]
 
 
-_ASIDE = {Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.size, Tensor.dim}  # type: ignore[attr-defined]
+_UNINTERCEPTED = {Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.size, Tensor.dim}  # type: ignore[attr-defined]
 
 
-def _replaced(tree: Any, given: dict[int, Tensor]) -> Any:
+def _replaced(tree: Any, replacements: dict[int, Tensor]) -> Any:
     if isinstance(tree, (tuple, list)):
-        return type(tree)([_replaced(x, given) for x in tree])
+        return type(tree)([_replaced(x, replacements) for x in tree])
     if isinstance(tree, dict):
-        return {key: _replaced(x, given) for key, x in tree.items()}
-    return given.get(id(tree), tree)
+        return {key: _replaced(x, replacements) for key, x in tree.items()}
+    return replacements.get(id(tree), tree)
 
 
-# --- a whole function ---
+# --- a function ---
 
 Result = tuple[Any, list[bool | None]]  # a tree, and which of its leaves are `[rows, *]`; None for those with a ticket
 
@@ -187,38 +188,38 @@ class FunctionCall:
 
 
 class ExecutionMode:
-    """How a function is run: with rules, with every parameter once for each row, or row by row.
+    """Execution of a function by rules, with parameters expanded over rows, or row by row.
 
     Attributes:
-        at: the way that was found.
-        most: the last that may be tried.
+        current: index of the mode that was found to work.
+        last: index of the last mode that may be tried.
         bounded: whether the function may be called for some rows at a time, to use less memory.
     """
 
-    def __init__(self, most: int, bounded: bool) -> None:
-        self.at, self.most, self.bounded = 0, most, bounded
+    def __init__(self, last: int, bounded: bool) -> None:
+        self.current, self.last, self.bounded = 0, last, bounded
 
     @staticmethod
     @functools.lru_cache(maxsize=1024)
-    def of(code: Any, most: int, bounded: bool) -> ExecutionMode:
-        """How functions with this code are run; they may be made anew at each step."""
-        return ExecutionMode(most, bounded)
+    def for_code(code: Any, last: int, bounded: bool) -> ExecutionMode:
+        """Returns the mode of functions with this code, which each step may make again."""
+        return ExecutionMode(last, bounded)
 
     def run(self, task: FunctionCall) -> Result:
-        """Runs a function with its rows apart."""
+        """Runs a function in the first mode that supports it."""
         while True:
-            state, tried = torch.get_rng_state(), self.at
+            state, tried = torch.get_rng_state(), self.current
             try:
                 return _WAYS[tried](task, self.bounded)
             except (RuntimeError, ValueError, NotImplementedError) as error:
-                if tried >= self.most or not cannot(error):
+                if tried >= self.last or not cannot(error):
                     raise
-                self.at = max(self.at, tried + 1)  # ranks may be threads
+                self.current = max(self.current, tried + 1)  # ranks may be threads
                 torch.set_rng_state(state)
 
 
 def cannot(error: Exception) -> bool:
-    """Whether an error says that the way is none for the function, and not that the function is wrong."""
+    """Whether an error means that a mode does not support the function."""
     return isinstance(error, Undecided) or any(sign in str(error) for sign in _SIGNS)
 
 
@@ -249,7 +250,7 @@ def _one_by_one(task: FunctionCall, bounded: bool) -> Result:
     results: list[Result] = []
     for i in range(task.receiver.rows):
         leaves, mapped, *_ = _of_rows(task, slice(i, i + 1))
-        result = task.call([x[0] if yes else x for x, yes in zip(leaves, mapped, strict=True)])
+        result = task.call([x[0] if is_mapped else x for x, is_mapped in zip(leaves, mapped, strict=True)])
         results.append((result, [isinstance(y, Tensor) for y in optree.tree_leaves(result)]))
     return _joined(results, torch.stack)
 
@@ -258,19 +259,20 @@ _WAYS = (_by_rules, _expanded, _one_by_one)
 
 
 def _of_rows(task: FunctionCall, rows: slice) -> tuple[list[Any], list[bool], Tensor, UseCollector]:
-    """The arguments for some rows, every parameter once for each, and which are mapped; the anchor; what collects."""
+    """Returns the arguments for some rows, with expanded parameters; which are mapped; anchor and collector."""
     collector = UseCollector(task.receiver, rows)
     begin = Begin.apply(task.anchor, collector.finish)  # type: ignore[no-untyped-call]
     leaves = []
-    for x, yes, key in zip(task.leaves, task.mapped, task.keys, strict=True):
+    for x, is_mapped, key in zip(task.leaves, task.mapped, task.keys, strict=True):
         if key is not None:
             leaf = collector.parameter(x, key)
             use = collector.use(leaf)
             assert use is not None, "it is a parameter of the run"
             leaves.append(collector.expanded(leaf, begin, use))
         else:
-            leaves.append(x[rows] if yes else x)
-    return leaves, [yes or key is not None for yes, key in zip(task.mapped, task.keys, strict=True)], begin, collector
+            leaves.append(x[rows] if is_mapped else x)
+    mapped = [is_mapped or key is not None for is_mapped, key in zip(task.mapped, task.keys, strict=True)]
+    return leaves, mapped, begin, collector
 
 
 def _under_vmap(
@@ -283,32 +285,33 @@ def _under_vmap(
 ) -> Result:
     count, tickets = collector.count, task.tickets
     with functorch.mapping(count) as level, RowsMode(collector, level, begin, bounded) as rows, _no_hooks():
-        result = task.call([functorch.mapped(x, level) if yes else x for x, yes in zip(leaves, mapped, strict=True)])
+        pairs = zip(leaves, mapped, strict=True)
+        result = task.call([functorch.mapped(x, level) if is_row else x for x, is_row in pairs])
         ys, tree = optree.tree_flatten(result)
-        made: list[Any] = []
+        outputs: list[Any] = []
         which: list[bool | None] = []
-        for number, y in enumerate(ys):
-            yes: bool | None = rows.row(y)
-            if yes:
+        for index, y in enumerate(ys):
+            is_row: bool | None = rows.row(y)
+            if is_row:
                 with functorch.below():
                     y = functorch.rows_of(y)
             elif rows.shared(y):
-                ticket = None if tickets is None else tickets.setdefault(number, Ticket())
+                ticket = None if tickets is None else tickets.setdefault(index, Ticket())
                 shared = rows.all_of(y, ticket)
-                y, yes = (y, False) if shared is None else (shared, True if ticket is None else None)
-            which.append(yes)
-            made.append(y)
-    if any(yes and len(y) != count for y, yes in zip(made, which, strict=True)):
+                y, is_row = (y, False) if shared is None else (shared, True if ticket is None else None)
+            which.append(is_row)
+            outputs.append(y)
+    if any(is_row and len(y) != count for y, is_row in zip(outputs, which, strict=True)):
         raise Undecided("rows of another function")
-    reached = {id(x) for x in autograd.leaves_of([y for y in made if isinstance(y, Tensor)])}
+    reached = {id(x) for x in autograd.leaves_of([y for y in outputs if isinstance(y, Tensor)])}
     if not reached.isdisjoint(collector.parameters):
         raise Undecided("a Function of the program's own")
     collector.end()
-    return optree.tree_unflatten(tree, made), which
+    return optree.tree_unflatten(tree, outputs), which
 
 
 def _no_hooks() -> Any:
-    """A context in which nothing runs a part of the function again in backward, where rows are not apart."""
+    """A context without saved-tensor hooks, which would recompute in backward outside of the vmap."""
     if autograd.saved_tensors_hooks() is not None or not autograd.saved_tensors_hooks_allowed():
         return contextlib.nullcontext()
     return torch.autograd.graph.disable_saved_tensors_hooks(
@@ -318,12 +321,12 @@ def _no_hooks() -> Any:
 
 
 def _joined(results: Sequence[Result], join: Callable[..., Tensor]) -> Result:
-    """One result of several, of some rows each."""
+    """Joins the results of several groups of rows."""
     first, which = results[0]
     if len(results) == 1 and join is torch.cat:
         return results[0]
     columns = zip(*(optree.tree_leaves(result) for result, _ in results), strict=True)
-    ys = [join(column) if yes else column[0] for column, yes in zip(columns, which, strict=True)]
+    ys = [join(column) if is_row else column[0] for column, is_row in zip(columns, which, strict=True)]
     return optree.tree_unflatten(optree.tree_structure(first), ys), which
 
 
@@ -333,7 +336,7 @@ Variables = Mapping[int, tuple[int, Tensor]]
 
 
 class RowsPlan:
-    """What a call needs besides tensors; no pytree node.
+    """The static arguments of a call; not a pytree node.
 
     Attributes:
         mapped: which arguments are `[rows, *]`.
@@ -359,11 +362,11 @@ def stages_apart(receiver: Receiver, variables: Variables) -> contextlib.Abstrac
 
 
 def _called(receiver: Receiver, variables: Variables, signature: Signature, leaves: list[Any]) -> Any:
-    """Calls a stage."""
+    """Calls a stage inside the vmap over rows."""
     mode = now.mode
     if mode is None or functorch.level() != mode.level:
         raise RuntimeError(f"{signature} is called inside a transform of its own, in losses of per_example")
-    given, mapped = list(leaves), [False] * len(leaves)
+    arguments, mapped = list(leaves), [False] * len(leaves)
     shards = set(signature.shards)
     for i, x in enumerate(leaves):
         if i not in shards and isinstance(x, Tensor):
@@ -373,14 +376,14 @@ def _called(receiver: Receiver, variables: Variables, signature: Signature, leav
                     all_of = functorch.rows_of(x)
             elif mode.shared(x):
                 all_of = mode.all_of(x)
-            given[i], mapped[i] = (x, False) if all_of is None else (all_of, True)
-    pairs, wholes = zip(signature.sources, signature.nodes(given), strict=True), signature.wholes
-    nodes = [wholes[at[0]].having(x) if at[0] in wholes else x for at, x in pairs]
+            arguments[i], mapped[i] = (x, False) if all_of is None else (all_of, True)
+    pairs, wholes = zip(signature.sources, signature.nodes(arguments), strict=True), signature.wholes
+    nodes = [wholes[indices[0]].having(x) if indices[0] in wholes else x for indices, x in pairs]
     plan = RowsPlan(
-        [mapped[at[0]] for at in signature.sources], _keys(signature, leaves, receiver, variables), receiver
+        [mapped[indices[0]] for indices in signature.sources], _keys(signature, leaves, receiver, variables), receiver
     )
     args, kwargs = optree.tree_unflatten(signature.outer, nodes)
-    with functorch.below(), _aside(variables):
+    with functorch.below(), _normal_stages(variables):
         result, which = _stage(signature)(args, kwargs, mode.anchor, plan)
     ys, tree = optree.tree_flatten(result)
     for i, (y, kind) in enumerate(zip(ys, which, strict=True)):
@@ -393,8 +396,8 @@ def _called(receiver: Receiver, variables: Variables, signature: Signature, leav
 
 
 @contextlib.contextmanager
-def _aside(variables: Variables) -> Iterator[None]:
-    """A context in which stages are ordinary ones, and shards need no gradient."""
+def _normal_stages(variables: Variables) -> Iterator[None]:
+    """A context in which stages run normally, and shards need no gradient."""
     for _, x in variables.values():
         x.requires_grad_(False)
     try:
@@ -408,15 +411,15 @@ def _aside(variables: Variables) -> Iterator[None]:
 def _keys(
     signature: Signature, leaves: Sequence[Any], receiver: Receiver, variables: Variables
 ) -> list[list[Key | None] | None]:
-    """What identifies the parameters among the arguments; counts the calls that use each shard."""
+    """Returns the keys of parameters among the arguments; counts the calls that use each shard."""
     layouts, shards = iter(signature.layouts), set(signature.shards)
-    found: list[list[Key | None] | None] = []
-    for at in signature.sources:
-        if at[0] not in shards:
-            found.append(None)
+    keys_by_node: list[list[Key | None] | None] = []
+    for indices in signature.sources:
+        if indices[0] not in shards:
+            keys_by_node.append(None)
             continue
-        own, keys = [], []
-        for i in at:
+        node_layouts, keys = [], []
+        for i in indices:
             layout, shard = next(layouts), leaves[i]
             trains = layout.trainable and torch.is_grad_enabled() and shard.requires_grad
             if trains and id(shard) not in variables:
@@ -426,17 +429,17 @@ def _keys(
                 )
             if trains:
                 receiver.calls[variables[id(shard)][0]] = receiver.calls.get(variables[id(shard)][0], 0) + 1
-            own.append(layout)
-            numbers = range(len(layout.entries))
-            keys.append([Key(variables[id(shard)][0], number) if trains else None for number in numbers])
-        tree = assemble(own, keys)
+            node_layouts.append(layout)
+            entries = range(len(layout.entries))
+            keys.append([Key(variables[id(shard)][0], entry) if trains else None for entry in entries])
+        tree = assemble(node_layouts, keys)
         flat = optree.tree_leaves(tree, is_leaf=lambda x: x is None or is_packed(x))
-        found.append([key if isinstance(key, Key) else None for key in flat])
-    return found
+        keys_by_node.append([key if isinstance(key, Key) else None for key in flat])
+    return keys_by_node
 
 
 def _stage(signature: Signature) -> Any:
-    """The stage whose function keeps rows apart: `(args, kwargs, anchor, plan) -> (result, which)`."""
+    """Returns the stage's per-row variant: `(args, kwargs, anchor, plan) -> (result, which)`."""
     if signature.apart is None:
 
         @functools.wraps(signature.function)
@@ -452,23 +455,24 @@ def _run(signature: Signature, args: Any, kwargs: Any, anchor: Tensor, plan: Row
     mapped: list[bool] = []
     keys: list[Key | None] = []
     trees: list[tuple[int, Any]] = []
-    for node, yes, own in zip(signature.outer.flatten_up_to((args, kwargs)), plan.mapped, plan.keys, strict=True):
-        parts, tree = ([node], None) if own is None else optree.tree_flatten(node)
+    nodes = signature.outer.flatten_up_to((args, kwargs))
+    for node, is_row, node_keys in zip(nodes, plan.mapped, plan.keys, strict=True):
+        parts, tree = ([node], None) if node_keys is None else optree.tree_flatten(node)
         leaves += parts
-        mapped += [yes] * len(parts)
-        keys += [None] if own is None else own
+        mapped += [is_row] * len(parts)
+        keys += [None] if node_keys is None else node_keys
         trees.append((len(parts), tree))
 
     def call(leaves: list[Any]) -> Any:
-        nodes, at = [], 0
+        nodes, start = [], 0
         for n, tree in trees:
-            nodes.append(leaves[at] if tree is None else optree.tree_unflatten(tree, leaves[at : at + n]))
-            at += n
+            nodes.append(leaves[start] if tree is None else optree.tree_unflatten(tree, leaves[start : start + n]))
+            start += n
         args, kwargs = optree.tree_unflatten(signature.outer, nodes)
         return signature.function(*args, **kwargs)
 
     trained = [key for key in keys if key is not None]
-    anchor = Begin.apply(anchor, functools.partial(plan.receiver.settle, trained))  # type: ignore[no-untyped-call]
+    anchor = Begin.apply(anchor, functools.partial(plan.receiver.finish_stage, trained))  # type: ignore[no-untyped-call]
     task = FunctionCall(call, leaves, mapped, keys, anchor, plan.receiver, plan.tickets)
-    result, which = ExecutionMode.of(signature.code, 2, bounded=True).run(task)
-    return result, tuple("shared" if yes is None else "rows" if yes else "other" for yes in which)
+    result, which = ExecutionMode.for_code(signature.code, 2, bounded=True).run(task)
+    return result, tuple("shared" if is_row is None else "rows" if is_row else "other" for is_row in which)

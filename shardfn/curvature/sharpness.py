@@ -1,4 +1,4 @@
-"""How sharp a minimum is: figures to watch during training."""
+"""Sharpness of a minimum, for the metrics of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from shardfn.curvature.operators import Operator, check_batches, each_of, hvp, must_be_operator
 from shardfn.curvature.spectra import top_eig
 from shardfn.curvature.vectors import Space, Vector, draws_restored
-from shardfn.optim.hyperparameters import in_range, whole
+from shardfn.optim.hyperparameters import check_integer, in_range
 from shardfn.optim.step_counts import count_spans
 from shardfn.shards.pieces import joined
 from shardfn.transforms.autodiff import name_of
@@ -53,9 +53,9 @@ def sharpness(
         ``run.loop(step, state, batches, steps=1000, evaluate=(lambda s: {"sharpness": sharpness(loss, s[0], [batch])},
         50))``
     """
-    given = {"state": state is not None, "tolerance": tolerance, "products": products, "seed": seed}
+    settings = {"state": state is not None, "tolerance": tolerance, "products": products, "seed": seed}
     A = hvp(f, params, batches)
-    A.space.agree("sharpness", **given)
+    A.space.agree("sharpness", **settings)
     if state is not None:
         A = preconditioned(A, state)
     return float(top_eig(A, which="LA", tolerance=tolerance, products=products, seed=seed).values[0])
@@ -92,14 +92,14 @@ def preconditioned(A: Operator, state: Any) -> Operator:
         raise ValueError(
             f"preconditioned: there is no state of adam or adamw in this, and it is no D: {error}"
         ) from None
-    wrong = [(~(x > 0)).to(torch.float64) for x in D]
-    if count := round(float(space.dots([wrong], wrong)[0])):
+    nonpositive = [(~(x > 0)).to(torch.float64) for x in D]
+    if count := round(float(space.dots([nonpositive], nonpositive)[0])):
         raise ValueError(f"preconditioned: {count} numbers of D are not above 0")
     roots = [torch.where(x > 0, x.rsqrt(), 0) for x in D]  # 0 where a rank's piece has no parameter
 
     def apply(tree: Any) -> Any:
         v = [x * r for x, r in zip(space.read(tree), roots, strict=True)]
-        return space.written([x * r for x, r in zip(A.of(v), roots, strict=True)])
+        return space.written([x * r for x, r in zip(A.matvec(v), roots, strict=True)])
 
     return Operator(apply, A.params, f"preconditioned {A.name}")
 
@@ -107,17 +107,16 @@ def preconditioned(A: Operator, state: Any) -> Operator:
 def _dicts(tree: Any) -> list[dict[str, Any]]:
     """All dicts in nested dicts, lists and tuples."""
     if isinstance(tree, dict):
-        return [tree, *(found for node in tree.values() for found in _dicts(node))]
-    return [found for node in tree for found in _dicts(node)] if isinstance(tree, (list, tuple)) else []
+        return [tree, *(child for node in tree.values() for child in _dicts(node))]
+    return [child for node in tree for child in _dicts(node)] if isinstance(tree, (list, tuple)) else []
 
 
 def _of_adam(space: Space, state: dict[str, Any]) -> Vector:
     step, numbers = float(state["step"]), state["numbers"]
     if step < 1 or not {"b1", "b2", "eps"} <= set(numbers):
         raise ValueError(
-            f"preconditioned: a state of adam at step {step:g} with numbers {', '.join(map(str, numbers))}: it must "
-            f"have made a step, and b1, b2 and eps must be numbers: rules for parameters are not in the state. Pass D "
-            f"itself"
+            f"preconditioned: the state of adam at step {step:g} has numbers {', '.join(map(str, numbers))}. It must "
+            f"have made a step, with b1, b2 and eps as numbers, not as rules for parameters; else pass D itself"
         )
     b1, b2, eps = (float(numbers[name]) for name in ("b1", "b2", "eps"))
 
@@ -186,17 +185,17 @@ def critical_sharpness(
     space.agree("critical_sharpness", rate=rate, tolerance=tolerance, forwards=forwards)
     in_range(name, "rate", rate)
     in_range(name, "tolerance", tolerance)
-    whole(name, "forwards", forwards, 2)
+    check_integer(name, "forwards", forwards, 2)
     check_batches(batches, params, name)
     direction = space.tangents(space.read(update))
     values = [x.detach() for x in space.variables.values]
     random = RandomNumbers(values)
 
     def loss(rate: float) -> float:
-        moved = [x - rate * u for x, u in zip(values, direction, strict=True)] if rate else values
+        trial = [x - rate * u for x, u in zip(values, direction, strict=True)] if rate else values
         with draws_restored(values), torch.no_grad():
             random.restore()
-            return sum(space.same(f(space.variables.tree(moved), *batch)) for batch in each_of(batches, name, f))
+            return sum(space.same(f(space.variables.tree(trial), *batch)) for batch in each_of(batches, name, f))
 
     start = loss(0.0)
     if not math.isfinite(start):

@@ -9,14 +9,14 @@ from typing import Any, Literal, get_args
 
 from shardfn.curvature.operators import Operator, must_be_operator
 from shardfn.curvature.vectors import Vector, add_, scale_
-from shardfn.optim.hyperparameters import in_range, kind, whole
+from shardfn.optim.hyperparameters import check_integer, in_range, kind
 
 Method = Literal["cg", "lsmr", "neumann"]
 
 
 @dataclass(frozen=True)
 class Solution:
-    """What `solve` found.
+    """The result of `solve`.
 
     Attributes:
         x: a tree like the gradient.
@@ -71,15 +71,15 @@ def solve(
     """
     must_be_operator("solve", A, by=by, damping=damping, tolerance=tolerance, products=products, scale=scale)
     if by not in get_args(Method):
-        raise ValueError(f"solve: by={by!r}; it is one of {', '.join(map(repr, get_args(Method)))}")
+        raise ValueError(f"solve: by must be one of {', '.join(map(repr, get_args(Method)))}, got {by!r}")
     if (scale is None) is (by == "neumann"):
         raise ValueError(f"solve: scale={scale}, by={by!r}: 'neumann' needs a scale, others have none")
-    whole("solve", "products", products, 1)
+    check_integer("solve", "products", products, 1)
     in_range("solve", "tolerance", tolerance)
     if scale is not None:
         in_range("solve", "scale", scale)
     if not isinstance(damping, Real):
-        raise TypeError(f"solve: damping={damping!r} is {kind(damping)}; it is a number")
+        raise TypeError(f"solve: damping must be a number, got {damping!r}, {kind(damping)}")
     system = _System(A, damping, products)
     right = A.space.read(b)
     right = [x.to(z.dtype, copy=True) for x, z in zip(right, A.space.zeros(), strict=True)]
@@ -89,11 +89,11 @@ def solve(
     if not size:
         return Solution(A.space.written(right), 0.0, 0, converged=True)
     method: Any = {"cg": _cg, "lsmr": _lsmr, "neumann": _neumann}[by]
-    given = [x.clone() for x in right]
-    x, claimed, ended = method(system, right, size, tolerance, *([] if scale is None else [scale]))
-    residual = system.norm(add_(given, system.of(x), -1.0)) / size
+    remainder = [x.clone() for x in right]
+    x, estimate, reached = method(system, right, size, tolerance, *([] if scale is None else [scale]))
+    residual = system.norm(add_(remainder, system.matvec(x), -1.0)) / size
     # What the methods tell drifts from what is, where rounding is coarser than the tolerance.
-    converged = ended and residual <= 1.1 * claimed / size + 10 * tolerance
+    converged = reached and residual <= 1.1 * estimate / size + 10 * tolerance
     return Solution(A.space.written(x), residual, system.done, converged)
 
 
@@ -110,9 +110,9 @@ class _System:
     def ended(self) -> bool:
         return self.done >= self.most
 
-    def of(self, x: Vector) -> Vector:
+    def matvec(self, x: Vector) -> Vector:
         self.done += 1
-        return add_(self.A.of(x), x, self.damping)
+        return add_(self.A.matvec(x), x, self.damping)
 
     def norm(self, x: Vector) -> float:
         size = self.A.space.norm(x)
@@ -130,7 +130,7 @@ def _cg(system: _System, b: Vector, size: float, tolerance: float) -> tuple[Vect
     x, r, p = system.A.space.zeros(), b, [y.clone() for y in b]
     square = size**2
     while not system.ended:
-        Ap = system.of(p)
+        Ap = system.matvec(p)
         curvature = system.dot(p, Ap)
         if not curvature > 0:
             if not math.isfinite(curvature):
@@ -155,7 +155,7 @@ def _neumann(system: _System, b: Vector, size: float, tolerance: float, scale: f
     residual = size
     while not system.ended:
         add_(x, term, scale)
-        add_(term, system.of(term), -scale)
+        add_(term, system.matvec(term), -scale)
         residual = system.norm(term)
         if residual <= tolerance * size:
             return x, residual, True
@@ -170,7 +170,7 @@ def _neumann(system: _System, b: Vector, size: float, tolerance: float, scale: f
 def _lsmr(system: _System, b: Vector, size: float, tolerance: float) -> tuple[Vector, float, bool]:
     """Golub-Kahan bidiagonalization, and two rotations a step: names are the paper's."""
     u, beta = scale_(b, 1 / size), size
-    v = system.of(u)
+    v = system.matvec(u)
     alpha = system.norm(v)
     x = system.A.space.zeros()
     if not alpha:
@@ -183,11 +183,11 @@ def _lsmr(system: _System, b: Vector, size: float, tolerance: float) -> tuple[Ve
     beta_dd, beta_d, rho_d_old, tau_old, theta_tilde, zeta = beta, 0.0, 1.0, 0.0, 0.0, 0.0
     residual = beta
     while not done and system.done + 2 <= system.most:
-        u = add_(scale_(u, -alpha), system.of(v))
+        u = add_(scale_(u, -alpha), system.matvec(v))
         beta = system.norm(u)
         if beta:
             scale_(u, 1 / beta)
-            v = add_(scale_(v, -beta), system.of(u))
+            v = add_(scale_(v, -beta), system.matvec(u))
             alpha = system.norm(v)
             if alpha:
                 scale_(v, 1 / alpha)

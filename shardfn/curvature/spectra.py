@@ -1,4 +1,4 @@
-"""What products tell of an operator: its outermost eigenvalues, the density of all, its trace and its diagonal."""
+"""Eigenvalues, spectral density, trace and diagonal of an operator, from products with vectors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardfn import checkpoint
 from shardfn.curvature.operators import Operator, must_be_operator
 from shardfn.curvature.resuming import begun, compare, made_of
 from shardfn.curvature.vectors import Space, Vector, add_, combined_, scale_, subtract_
-from shardfn.optim.hyperparameters import in_range, whole
+from shardfn.optim.hyperparameters import check_integer, in_range
 from shardfn.shards.random import int_seed
 
 Which = Literal["LM", "LA", "SA"]
@@ -79,27 +79,27 @@ def top_eig(
     must_be_operator(
         "top_eig", A, count=count, which=which, tolerance=tolerance, basis=basis, products=products, seed=seed
     )
-    whole("top_eig", "count", count, 1)
+    check_integer("top_eig", "count", count, 1)
     if basis is not None:
-        whole("top_eig", "basis", basis, count + 2)
+        check_integer("top_eig", "basis", basis, count + 2)
     if which not in get_args(Which):
-        raise ValueError(f"top_eig: which={which!r}; it is one of {', '.join(map(repr, get_args(Which)))}")
+        raise ValueError(f"top_eig: which must be one of {', '.join(map(repr, get_args(Which)))}, got {which!r}")
     in_range("top_eig", "tolerance", tolerance)
-    space, vectors, done, kept, seed = A.space, list[Vector](), 0, 0, int_seed(seed)
+    space, vectors, done, starts, seed = A.space, list[Vector](), 0, 0, int_seed(seed)
     size = space.size()
-    whole("top_eig", "products", products, 1)
+    check_integer("top_eig", "products", products, 1)
     if products < min(count, size):
         raise ValueError(
             f"top_eig: products={products}, count={count}, of {size} eigenvalues: each product finds one at most, so "
             f"pass products={min(count, size)} at least, or a smaller count"
         )
-    most = min(2 * count + 8 if basis is None else basis, size)
-    T = torch.zeros(most, most, dtype=torch.float64, device="cpu")
-    following = unit(space, space.drawn("normal", seed, 0), [])
+    max_basis = min(2 * count + 8 if basis is None else basis, size)
+    T = torch.zeros(max_basis, max_basis, dtype=torch.float64, device="cpu")
+    following = unit(space, space.random_vector("normal", seed, 0), [])
     while True:
         j = len(vectors)
         vectors.append(following)
-        w = A.of(following)
+        w = A.matvec(following)
         done += 1
         T[: j + 1, j] = T[j, : j + 1] = _orthogonal(space, w, vectors)
         beta = space.norm(w)
@@ -111,21 +111,21 @@ def top_eig(
         errors = (beta * weights[-1]).abs()
         # Before the basis is full, what is outermost may hardly be in it, and the bulk would seem to have converged.
         scales = values[:count].abs().clamp(min=space.rounding * largest) if which != "LM" else largest
-        found = len(vectors) == most and bool((errors[:count] <= tolerance * scales).all())
-        if found or done == products or len(vectors) == most == size:
+        converged = len(vectors) == max_basis and bool((errors[:count] <= tolerance * scales).all())
+        if converged or done == products or len(vectors) == max_basis == size:
             pairs = combined_(vectors, weights[:, :count])
             trees = [space.written(v) for v in pairs]
             return Eigenpairs(values[:count].clone(), trees, errors[:count].clone(), done)
         if beta > space.rounding * largest:
             following = scale_(w, 1 / beta)
-        else:  # what was found so far is a space of its own: go on outside of it
-            kept += 1
-            following = unit(space, space.drawn("normal", seed, kept), vectors)
-        if len(vectors) == most:
-            few = min(most - 2, count + (most - count) // 2)
-            vectors = combined_(vectors, weights[:, :few])
+        else:  # the basis spans an invariant subspace: continue outside of it
+            starts += 1
+            following = unit(space, space.random_vector("normal", seed, starts), vectors)
+        if len(vectors) == max_basis:
+            num_kept = min(max_basis - 2, count + (max_basis - count) // 2)
+            vectors = combined_(vectors, weights[:, :num_kept])
             T.zero_()
-            T.diagonal()[:few] = values[:few]
+            T.diagonal()[:num_kept] = values[:num_kept]
 
 
 def _orthogonal(space: Space, w: Vector, vectors: list[Vector]) -> Tensor:
@@ -137,10 +137,10 @@ def _orthogonal(space: Space, w: Vector, vectors: list[Vector]) -> Tensor:
     return first + second
 
 
-def unit(space: Space, v: Vector, others: list[Vector]) -> Vector:
+def unit(space: Space, v: Vector, vectors: list[Vector]) -> Vector:
     """A vector of norm 1 that is orthogonal to others."""
-    if others:
-        _orthogonal(space, v, others)
+    if vectors:
+        _orthogonal(space, v, vectors)
     return scale_(v, 1 / space.norm(v))
 
 
@@ -177,8 +177,9 @@ class Spectrum:
         Example:
             ``log_det, error = spectrum.trace(lambda x: (x + damping).log())``
         """
-        each = self.size * (f(self.values) * self.weights).sum(-1)
-        return float(each.mean()), float(each.std() / len(each) ** 0.5) if len(each) > 1 else float("nan")
+        estimates = self.size * (f(self.values) * self.weights).sum(-1)
+        error = float(estimates.std() / len(estimates) ** 0.5) if len(estimates) > 1 else float("nan")
+        return float(estimates.mean()), error
 
 
 def spectrum(
@@ -220,28 +221,31 @@ def spectrum(
         ``density = spectrum(H, 80, draws=4, folder="runs/1/spectrum").density(torch.linspace(-1, 20, 500), 0.05)``
     """
     must_be_operator("spectrum", A)
-    space, there = A.space, begun(folder)
+    space, exists = A.space, begun(folder)
     name = None if folder is None else str(folder)
-    space.agree("spectrum", steps=steps, draws=draws, seed=seed, folder=name, every=every, exists=there)
+    space.agree("spectrum", steps=steps, draws=draws, seed=seed, folder=name, every=every, exists=exists)
     for key, value in {"steps": steps, "draws": draws, "every": every}.items():
-        whole("spectrum", key, value, 1)
+        check_integer("spectrum", key, value, 1)
     size = space.size()
     steps = min(steps, size)
-    asked = {"steps": steps, "draws": draws, "seed": int_seed(seed), "size": size}
-    state = _begun(space, asked) | ({} if folder is None else {"of": made_of(space, "spectrum")})
-    if there:
+    settings = {"steps": steps, "draws": draws, "seed": int_seed(seed), "size": size}
+    state = _begun(space, settings) | ({} if folder is None else {"of": made_of(space, "spectrum")})
+    if exists:
         assert folder is not None, "it exists"
         first = space.read(state["v"])
-        told = checkpoint.load(folder, {k: state[k] for k in ("asked", "of")}, ignore=r"(?!(asked|of)\.).*")
-        if told["asked"] != asked:
-            raise checkpoint.CheckpointError(f"spectrum: {folder} is of a call with {told['asked']}, not {asked}")
-        compare(told["of"], state["of"], f"spectrum: {folder}")
-        state = checkpoint.load(folder, state, donate=False)
-        alpha, kept = float(space.dots([first], A.of(first))[0]), float(state["alphas"][0, 0])
-        if not abs(alpha - kept) <= 1e3 * space.rounding * max(abs(alpha), abs(kept), float(state["betas"][0, 0])):
+        stored = checkpoint.load(folder, {k: state[k] for k in ("asked", "of")}, ignore=r"(?!(asked|of)\.).*")
+        if stored["asked"] != settings:
             raise checkpoint.CheckpointError(
-                f"spectrum: {folder} is of another operator, whose first number is {kept:.6g} and not {alpha:.6g}: "
-                f"other batches or loss. Pass another folder"
+                f"spectrum: {folder} is of a call with {stored['asked']}; this call has {settings}"
+            )
+        compare(stored["of"], state["of"], f"spectrum: {folder}")
+        state = checkpoint.load(folder, state, donate=False)
+        alpha, stored_alpha = float(space.dots([first], A.matvec(first))[0]), float(state["alphas"][0, 0])
+        scale = max(abs(alpha), abs(stored_alpha), float(state["betas"][0, 0]))
+        if not abs(alpha - stored_alpha) <= 1e3 * space.rounding * scale:
+            raise checkpoint.CheckpointError(
+                f"spectrum: {folder} is of another operator, whose first number is {stored_alpha:.6g} and not "
+                f"{alpha:.6g}: other batches or loss. Pass another folder"
             )
     while state["draw"] < draws:
         _step(A, state)
@@ -252,21 +256,21 @@ def spectrum(
     return Spectrum(torch.stack(values), torch.stack(weights), size)
 
 
-def _begun(space: Space, asked: dict[str, int]) -> dict[str, Any]:
-    """The state of a call that has made no product yet."""
-    shape = asked["draws"], asked["steps"]
+def _begun(space: Space, settings: dict[str, int]) -> dict[str, Any]:
+    """Returns the state before the first product."""
+    shape = settings["draws"], settings["steps"]
     numbers = {name: torch.zeros(shape, dtype=torch.float64, device="cpu") for name in ("alphas", "betas")}
-    v, before = space.drawn("normal", asked["seed"], 0), space.zeros()
+    v, before = space.random_vector("normal", settings["seed"], 0), space.zeros()
     scale_(v, 1 / space.norm(v))
-    return {"asked": asked, "draw": 0, "step": 0, "done": 0, **numbers, "v": space.written(v),
+    return {"asked": settings, "draw": 0, "step": 0, "done": 0, **numbers, "v": space.written(v),
             "before": space.written(before)}  # fmt: skip
 
 
 def _step(A: Operator, state: dict[str, Any]) -> None:
-    """One step of the recurrence, and of the next draw after the last."""
+    """Makes one Lanczos step; after the last step of a draw, begins the next draw."""
     space, draw, step = A.space, state["draw"], state["step"]
     v, before = space.read(state["v"]), space.read(state["before"])
-    w = A.of(v)
+    w = A.matvec(v)
     if step:
         add_(w, before, -float(state["betas"][draw, step - 1]))
     alpha = space.dots([v], w)[0]
@@ -276,11 +280,11 @@ def _step(A: Operator, state: dict[str, Any]) -> None:
     _refuse_nonfinite(A, state["alphas"], beta)
     state["done"] += 1
     last = step + 1 == state["asked"]["steps"]
-    ended = beta <= space.rounding * float(state["alphas"][draw].abs().max() + state["betas"][draw].max())
-    if last or ended:
+    invariant = beta <= space.rounding * float(state["alphas"][draw].abs().max() + state["betas"][draw].max())
+    if last or invariant:
         state["betas"][draw, step:] = 0
         state["draw"], state["step"] = draw + 1, 0
-        w, v = space.drawn("normal", state["asked"]["seed"], draw + 1), space.zeros()
+        w, v = space.random_vector("normal", state["asked"]["seed"], draw + 1), space.zeros()
         beta = space.norm(w)
     else:
         state["step"] = step + 1
@@ -290,9 +294,9 @@ def _step(A: Operator, state: dict[str, Any]) -> None:
 def _quadrature(alphas: Tensor, betas: Tensor) -> tuple[Tensor, Tensor]:
     """Nodes and weights of Gauss quadrature for a tridiagonal matrix that ends at the first beta of 0."""
     n = int((betas == 0).nonzero()[0]) + 1
-    off, more = betas[: n - 1], len(alphas) - n
-    values, vectors = torch.linalg.eigh(alphas[:n].diag() + off.diag(1) + off.diag(-1))
-    return torch.cat([values, values[-1:].expand(more)]), torch.cat([vectors[0] ** 2, values.new_zeros(more)])
+    off_diagonal, padding = betas[: n - 1], len(alphas) - n
+    values, vectors = torch.linalg.eigh(alphas[:n].diag() + off_diagonal.diag(1) + off_diagonal.diag(-1))
+    return torch.cat([values, values[-1:].expand(padding)]), torch.cat([vectors[0] ** 2, values.new_zeros(padding)])
 
 
 # --- traces and diagonals, from products with random vectors ---
@@ -333,39 +337,39 @@ def trace(A: Operator, products: int = 30, *, sketch: int | None = None, seed: i
         ``value, error = trace(H, products=60)``
     """
     must_be_operator("trace", A, products=products, sketch=sketch, seed=seed)
-    whole("trace", "products", products, 1)
+    check_integer("trace", "products", products, 1)
     if sketch is not None:
-        whole("trace", "sketch", sketch, 0)
-    kept, seed = products // 3 if sketch is None else sketch, int_seed(seed)
-    draws = products - 2 * kept
+        check_integer("trace", "sketch", sketch, 0)
+    sketch_size, seed = products // 3 if sketch is None else sketch, int_seed(seed)
+    draws = products - 2 * sketch_size
     if draws < 1:
         raise ValueError(
-            f"trace: products={products}, sketch={kept}: the sketch takes {2 * kept} products, and one at least must "
-            f"be left"
+            f"trace: products={products}, sketch={sketch_size}: the sketch takes {2 * sketch_size} products, and "
+            f"one at least must be left"
         )
-    space, found = A.space, list[Vector]()
-    kept = min(kept, space.size())
-    for number in range(kept):
-        v = A.of(space.drawn("normal", seed, number))
+    space, basis = A.space, list[Vector]()
+    sketch_size = min(sketch_size, space.size())
+    for index in range(sketch_size):
+        v = A.matvec(space.random_vector("normal", seed, index))
         before = space.norm(v)
-        if before and space.norm(outside(A, v, found)) > space.rounding * before:
-            found.append(unit(space, v, found))
-    exact = sum(float(space.dots([q], A.of(q))[0]) for q in found)
-    if len(found) == space.size() and math.isfinite(exact):
+        if before and space.norm(outside(A, v, basis)) > space.rounding * before:
+            basis.append(unit(space, v, basis))
+    exact = sum(float(space.dots([q], A.matvec(q))[0]) for q in basis)
+    if len(basis) == space.size() and math.isfinite(exact):
         return Estimate(exact, 0.0)
-    each = torch.zeros(draws, dtype=torch.float64, device="cpu")
-    for number in range(draws):
-        v = outside(A, space.drawn("signs", seed, kept + number), found)
-        each[number] = space.dots([v], A.of(v))[0]
-    value = exact + float(each.mean())
+    estimates = torch.zeros(draws, dtype=torch.float64, device="cpu")
+    for index in range(draws):
+        v = outside(A, space.random_vector("signs", seed, sketch_size + index), basis)
+        estimates[index] = space.dots([v], A.matvec(v))[0]
+    value = exact + float(estimates.mean())
     if not torch.isfinite(torch.tensor(value, device="cpu")):
         raise FloatingPointError(f"{A.name}: a product is not finite, and so is its trace, {value}")
-    return Estimate(value, float(each.std()) / draws**0.5 if draws > 1 else float("nan"))
+    return Estimate(value, float(estimates.std()) / draws**0.5 if draws > 1 else float("nan"))
 
 
-def outside(A: Operator, v: Vector, found: list[Vector]) -> Vector:
-    """The part of a vector that is orthogonal to others, in its place."""
-    return subtract_(v, found, A.space.dots(found, v)) if found else v
+def outside(A: Operator, v: Vector, basis: list[Vector]) -> Vector:
+    """Projects a vector onto the orthogonal complement of a basis, in place."""
+    return subtract_(v, basis, A.space.dots(basis, v)) if basis else v
 
 
 def diag(A: Operator, products: int = 30, *, seed: int = 0) -> Any:
@@ -391,12 +395,12 @@ def diag(A: Operator, products: int = 30, *, seed: int = 0) -> Any:
         ``importance = diag(fisher(model, likelihood, params, batches), 100)``
     """
     must_be_operator("diag", A, products=products, seed=seed)
-    whole("diag", "products", products, 1)
+    check_integer("diag", "products", products, 1)
     space, seed = A.space, int_seed(seed)
     total = space.zeros()
-    for number in range(products):
-        v = space.drawn("signs", seed, number)
-        for into, x, y in zip(total, v, A.of(v), strict=True):
-            into.addcmul_(x, y, value=1 / products)
+    for index in range(products):
+        v = space.random_vector("signs", seed, index)
+        for out, x, y in zip(total, v, A.matvec(v), strict=True):
+            out.addcmul_(x, y, value=1 / products)
     space.norm(total)  # which compares ranks
     return space.written(total)

@@ -1,4 +1,4 @@
-"""Gradients through training: by going back through its steps, or by what holds at its end.
+"""Gradients through training: by transposing its steps, or implicitly at a minimum.
 
 A step's transpose needs the Hessian of its loss only in one direction, that in which the gradient moves the result. So
 it is a forward-mode derivative of the gradient, on the schedule of the stages, and no graph of a gradient is ever kept.
@@ -19,7 +19,7 @@ from shardfn.curvature.operators import Function, check_batches, each_of, hvp
 from shardfn.curvature.solving import Method, solve
 from shardfn.curvature.vectors import Space, Vector, add_, draws_restored, refuse_derivative
 from shardfn.forward_mode.jvp import jvp
-from shardfn.optim.hyperparameters import whole
+from shardfn.optim.hyperparameters import check_integer
 from shardfn.optim.optimizer import Optimizer
 from shardfn.transforms.autodiff import Variables, differentiating, grad, name_of, value_and_grad
 from shardfn.transforms.shortage import RandomNumbers, versions
@@ -28,7 +28,7 @@ from shardfn.transforms.shortage import RandomNumbers, versions
 def unroll(
     loss: Function, optimizer: Optimizer, outer: Function, *, segment: int | None = None
 ) -> Callable[[Any, Any, Any, Sequence[Any]], tuple[Tensor, tuple[Any, Any, Any]]]:
-    """A function that trains, and returns what comes of it with its gradient: a metagradient.
+    """Returns a function that trains, and differentiates the outcome: a metagradient.
 
     Training goes forward and keeps the parameters and the optimizer's state of every `segment` steps. Then it goes
     back: a segment's steps are made again, and each is transposed. A step takes about five gradients' time in total.
@@ -58,32 +58,32 @@ def unroll(
         ``value, (_, _, slope) = unroll(loss, so.adamw(1e-3, donate=False), outer)(params, state, weights, batches)``
     """
     if segment is not None:
-        whole("unroll", "segment", segment, 1)
+        check_integer("unroll", "segment", segment, 1)
 
     def run(params: Any, state: Any, hyper: Any, batches: Sequence[Any]) -> tuple[Tensor, tuple[Any, Any, Any]]:
         name = f"unroll of {name_of(loss)}"
         if not isinstance(batches, Sequence):
             raise TypeError(
-                f"{name}: batches are read twice, from both ends: pass a list, not {type(batches).__name__}"
+                f"{name}: batches must be a list, as they are read from both ends, got {type(batches).__name__}"
             )
         check_batches(batches, params, name)
         Space(params, name).agree("unroll", segment=segment)
         refuse_derivative(_tensors((params, state, hyper)), name)
         training = _Training(loss, optimizer, list(each_of(batches, name, loss, before=2)), hyper)
         count, length = len(batches), segment or math.isqrt(len(batches) - 1) + 1
-        begins, kept, now = range(0, count, length), [], (params, state)
+        begins, checkpoints, current = range(0, count, length), [], (params, state)
         for begin in begins:
-            kept.append(now)
-            now = training.steps(now, begin, min(begin + length, count))[-1][0]
-        with draws_restored(_tensors(now)):
-            value, (over, slope) = value_and_grad(outer, (0, 1))(now[0], hyper)
-            back = _Back(training, now, over, slope)
+            checkpoints.append(current)
+            current = training.steps(current, begin, min(begin + length, count))[-1][0]
+        with draws_restored(_tensors(current)):
+            value, (params_gradient, hyper_gradient) = value_and_grad(outer, (0, 1))(current[0], hyper)
+            backward = _Back(training, current, params_gradient, hyper_gradient)
             for begin in reversed(begins):
-                each = training.steps(kept.pop(), begin, min(begin + length, count))
-                for number in reversed(range(begin, begin + len(each) - 1)):
-                    del each[-1]
-                    back.over(number, *each[-1])
-        return value, back.gradients(params, state)
+                steps = training.steps(checkpoints.pop(), begin, min(begin + length, count))
+                for index in reversed(range(begin, begin + len(steps) - 1)):
+                    del steps[-1]
+                    backward.over(index, *steps[-1])
+        return value, backward.gradients(params, state)
 
     return run
 
@@ -98,29 +98,29 @@ class _Training:
     hyper: Any
     random: dict[int, RandomNumbers] = field(default_factory=dict)
 
-    def draw(self, number: int, now: Any) -> None:
-        """Random numbers of a step are the same each time."""
-        self.random.setdefault(number, RandomNumbers(_tensors(now))).restore()
+    def draw(self, index: int, current: Any) -> None:
+        """Makes a step draw the same random numbers each time."""
+        self.random.setdefault(index, RandomNumbers(_tensors(current))).restore()
 
-    def first(self, *given: Any) -> Any:
-        """The first step, on copies: raises RuntimeError for an optimizer that overwrites."""
-        copies = [optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tree) for tree in given]
+    def first(self, *trees: Any) -> Any:
+        """Takes the first step on copies; raises RuntimeError for an optimizer that overwrites."""
+        copies = [optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tree) for tree in trees]
         before = versions(_tensors(copies))
         new = self.optimizer.step(*copies)
         if versions(_tensors(copies)) != before:
             raise RuntimeError("unroll: the optimizer overwrites what it is given, which is needed again: donate=False")
         return new
 
-    def steps(self, now: Any, begin: int, end: int) -> list[tuple[Any, Any]]:
-        """Parameters and state before each of some steps, with the gradient there; and after the last, without."""
-        found = []
-        for number in range(begin, end):
-            self.draw(number, now)
-            g = grad(lambda p, batch: self.loss(p, self.hyper, *batch))(now[0], self.batches[number])
-            found.append((now, g))
-            now = self.optimizer.step(now[0], g, now[1]) if number else self.first(now[0], g, now[1])
-            now = optree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, now)
-        return [*found, (now, None)]
+    def steps(self, current: Any, begin: int, end: int) -> list[tuple[Any, Any]]:
+        """Returns parameters, state and gradient before each step, and the final parameters and state."""
+        steps = []
+        for index in range(begin, end):
+            self.draw(index, current)
+            g = grad(lambda p, batch: self.loss(p, self.hyper, *batch))(current[0], self.batches[index])
+            steps.append((current, g))
+            current = self.optimizer.step(current[0], g, current[1]) if index else self.first(current[0], g, current[1])
+            current = optree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, current)
+        return [*steps, (current, None)]
 
 
 class _DifferentiatedLeaves:
@@ -135,48 +135,48 @@ class _DifferentiatedLeaves:
 
 
 class _Back:
-    """The way back through training: the gradient with respect to what came after a step, and then before it."""
+    """The backward pass through training: gradients with respect to the inputs of one step."""
 
-    def __init__(self, training: _Training, last: Any, over: Any, slope: Any) -> None:
-        self.training, self.slope = training, slope
+    def __init__(self, training: _Training, last: Any, params_gradient: Any, hyper_gradient: Any) -> None:
+        self.training, self.slope = training, hyper_gradient
         space = Space(last[0], "unroll")
-        self.params = space.tangents(space.read(over))
+        self.params = space.tangents(space.read(params_gradient))
         self.state = [torch.zeros_like(x) for x in Variables(last[1]).values]
 
-    def over(self, number: int, now: Any, g: Any) -> None:
+    def over(self, index: int, current: Any, g: Any) -> None:
         """Transposes a step."""
-        training, parts = self.training, [_DifferentiatedLeaves(x) for x in (now[0], g, now[1])]
+        training, parts = self.training, [_DifferentiatedLeaves(x) for x in (current[0], g, current[1])]
         with torch.enable_grad():
             new = training.optimizer.step(*(part.tracked() for part in parts))
             pairs = zip(Variables(new).values, [*self.params, *self.state], strict=True)
-            given = [(y, ct) for y, ct in pairs if y.requires_grad]
-            ys, cts = zip(*given, strict=True)
+            differentiable = [(y, ct) for y, ct in pairs if y.requires_grad]
+            ys, cts = zip(*differentiable, strict=True)
             inputs = [x for part in parts for x in part.values]
-            found = torch.autograd.grad(ys, inputs, cts, allow_unused=True, materialize_grads=True)
-        split = iter(found)
+            gradients = torch.autograd.grad(ys, inputs, cts, allow_unused=True, materialize_grads=True)
+        split = iter(gradients)
         by_params, by_gradient, self.state = ([next(split) for _ in part.values] for part in parts)
-        space = Space(now[0], "unroll")
-        training.draw(number, now)
-        v, batch = space.tangents(by_gradient), training.batches[number]
-        product, mixed = _along(training.loss, space, training.hyper, v, batch)
+        space = Space(current[0], "unroll")
+        training.draw(index, current)
+        v, batch = space.tangents(by_gradient), training.batches[index]
+        product, mixed = _gradient_jvp(training.loss, space, training.hyper, v, batch)
         self.params = add_([x.clone() for x in by_params], space.tangents(space.read(product)))
         self.slope = optree.tree_map(torch.add, self.slope, mixed)
 
     def gradients(self, params: Any, state: Any) -> tuple[Any, Any, Any]:
-        """With respect to the parameters and the state at the beginning, and `hyper`."""
+        """Gradients with respect to the initial parameters and state, and `hyper`."""
         return Variables(params).like(self.params), Variables(state).like(self.state), self.slope
 
 
-def _along(loss: Function, space: Space, hyper: Any, v: Vector, batch: tuple[Any, ...]) -> tuple[Any, Any]:
+def _gradient_jvp(loss: Function, space: Space, hyper: Any, v: Vector, batch: tuple[Any, ...]) -> tuple[Any, Any]:
     """The derivatives along `v` of the gradients with respect to the parameters and `hyper`."""
     fixed = Variables(hyper)
 
-    def gradients(values: Vector, others: Vector) -> Any:
+    def gradients(values: Vector, hyper_values: Vector) -> Any:
         f = differentiating(lambda p, h: loss(p, h, *batch), (0, 1), unread=True)
-        return f(space.variables.tree(values), fixed.tree(others))[1]
+        return f(space.variables.tree(values), fixed.tree(hyper_values))[1]
 
-    values, others = ([x.detach() for x in each.values] for each in (space.variables, fixed))
-    return jvp(gradients, (values, others), (v, [torch.zeros_like(x) for x in others]))[1]
+    values, hyper_values = ([x.detach() for x in variables.values] for variables in (space.variables, fixed))
+    return jvp(gradients, (values, hyper_values), (v, [torch.zeros_like(x) for x in hyper_values]))[1]
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -214,13 +214,13 @@ def implicit(
     name = f"implicit of {name_of(loss)}"
     refuse_derivative(_tensors((params, hyper)), name)
     next(each_of(batches, name, loss, before=2))
-    with draws_restored(_tensors(params)) as began:
-        over, slope = grad(outer, (0, 1))(params, hyper)
-        began.restore()  # so that all that follows is of one function
-        solution = solve(hvp(lambda p, *batch: loss(p, hyper, *batch), params, batches), over, by, **options)
+    with draws_restored(_tensors(params)) as random_state:
+        params_gradient, hyper_gradient = grad(outer, (0, 1))(params, hyper)
+        random_state.restore()  # so that all that follows is of one function
+        solution = solve(hvp(lambda p, *batch: loss(p, hyper, *batch), params, batches), params_gradient, by, **options)
         space = Space(params, name)
         v = space.tangents(space.read(solution.x))
         for batch in each_of(batches, name):
-            _, mixed = _along(loss, space, hyper, v, batch)
-            slope = optree.tree_map(torch.sub, slope, mixed)
-    return slope, solution
+            _, mixed = _gradient_jvp(loss, space, hyper, v, batch)
+            hyper_gradient = optree.tree_map(torch.sub, hyper_gradient, mixed)
+    return hyper_gradient, solution

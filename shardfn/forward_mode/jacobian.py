@@ -22,6 +22,7 @@ from shardfn.compat.norms import WrittenOut
 from shardfn.forward_mode.jvp import by_transposes, followed
 from shardfn.mesh.planned import planned
 from shardfn.mesh.scope import scope_of
+from shardfn.quoting import short_errors
 from shardfn.shards.layout import Layout, flat_shards
 from shardfn.shards.partition import with_leaves
 from shardfn.shards.unsharding import unshard
@@ -116,6 +117,7 @@ def _jacobian(
 ) -> Callable[..., Any]:
     """A function that returns the Jacobian of `f`, computed by `_by_rows` or `_by_columns`."""
 
+    @short_errors
     @functools.wraps(f)
     def differentiated(*args: Any, **kwargs: Any) -> Any:
         chosen = positions(name, f, argnums, args)
@@ -136,9 +138,9 @@ def _jacobian(
         _refuse_apart(variables.values, layouts, layouts, f"{place}: an argument that is no shard")
         values, aux = outputs(*variables.values)
         _refuse_apart(values, [None] * len(values), layouts, f"{place}: its result")
-        again = followed((values, variables.values))
-        with WrittenOut() if again else contextlib.nullcontext():
-            by_output = by(outputs, variables, values, chunk_size, again)
+        is_tracked = followed((values, variables.values))
+        with WrittenOut() if is_tracked else contextlib.nullcontext():
+            by_output = by(outputs, variables, values, chunk_size, is_tracked)
         for gs in by_output:
             _refuse_apart(gs, layouts, layouts, f"{place}: the part of an argument that is no shard")
         filled = [variables.like(gs) for gs in by_output]
@@ -160,7 +162,11 @@ def _by_rows(
 
 
 def _by_columns(
-    outputs: Callable[..., Any], variables: Variables, values: Sequence[Tensor], chunk_size: int | None, again: bool
+    outputs: Callable[..., Any],
+    variables: Variables,
+    values: Sequence[Tensor],
+    chunk_size: int | None,
+    is_tracked: bool,
 ) -> Sequence[Sequence[Tensor]]:
     """The Jacobian of each output with respect to each variable, by forward mode."""
     for layout in variables.layouts:
@@ -170,8 +176,10 @@ def _by_columns(
                 f"jacfwd: {layout.stage!r} {'is also cut by specs=' if cut else 'lives on some ranks only'}: a rank's "
                 f"numbers are not those of one piece there. Use jacrev"
             )
-    each = [_columns(outputs, variables, k, values, chunk_size, again) for k in range(len(variables.values))]
-    return [[columns[i] for columns in each] for i in range(len(values))]
+    by_variable = [
+        _columns(outputs, variables, k, values, chunk_size, is_tracked) for k in range(len(variables.values))
+    ]
+    return [[columns[i] for columns in by_variable] for i in range(len(values))]
 
 
 def _columns(
@@ -180,7 +188,7 @@ def _columns(
     k: int,
     values: Sequence[Tensor],
     chunk_size: int | None,
-    again: bool,
+    is_tracked: bool,
 ) -> list[Tensor]:
     """The Jacobian of each output with respect to one variable; this rank keeps its own columns."""
     x, layout = variables.values[k], variables.layouts[k]
@@ -191,19 +199,20 @@ def _columns(
         def moved(value: Tensor) -> Any:
             return outputs(*with_leaves(variables.values, [k], [value]))[0]
 
-        return (by_transposes if again else torch.func.jvp)(moved, (x,), (tangent.view(x.shape),))[1]
+        return (by_transposes if is_tracked else torch.func.jvp)(moved, (x,), (tangent.view(x.shape),))[1]
 
-    kept: list[list[Tensor]] = [[] for _ in values]
+    by_output: list[list[Tensor]] = [[] for _ in values]
     for owner in range(owners):
         for start in range(0, x.numel(), at_once):
             basis = x.new_zeros(min(at_once, x.numel() - start), x.numel())
             if owner == own_index:
                 basis.diagonal(start).fill_(1)
-            for columns, tangents in zip(kept, torch.func.vmap(pushed)(basis), strict=True):
+            for columns, tangents in zip(by_output, torch.func.vmap(pushed)(basis), strict=True):
                 if owner == own_index:
                     columns.append(tangents)
     stacked = [
-        torch.cat(columns) if columns else y.new_zeros(0, *y.shape) for columns, y in zip(kept, values, strict=True)
+        torch.cat(columns) if columns else y.new_zeros(0, *y.shape)
+        for columns, y in zip(by_output, values, strict=True)
     ]
     return [s.movedim(0, -1).reshape(*y.shape, *x.shape) for s, y in zip(stacked, values, strict=True)]
 
@@ -219,7 +228,7 @@ def _floating(y: Any, where: str) -> Tensor:
 
 
 def _refuse_apart(
-    values: Sequence[Tensor], own_layouts: Sequence[Layout | None], layouts: Sequence[Layout | None], what: str
+    values: Sequence[Tensor], own_layouts: Sequence[Layout | None], layouts: Sequence[Layout | None], description: str
 ) -> None:
     """Raises ValueError if plain tensors differ between ranks that share the parameters."""
     present = [layout for layout in layouts if layout is not None]
@@ -227,13 +236,13 @@ def _refuse_apart(
     if not present or not plain or functorch.inside_transform():
         return
     axes = tuple(dict.fromkeys(name for l in present for name in (*l.placement.axes, *l.placement.replicas)))
-    with scope_of(present[0].grid, what), torch.no_grad():
+    with scope_of(present[0].grid, description), torch.no_grad():
         for number, x in enumerate(plain):
             high, low = functional.pmax(x, axes), functional.pmin(x, axes)
             gap, size = (high - low).abs().nan_to_num(), torch.maximum(high.abs(), low.abs()).nan_to_num()
             if x.numel() and bool(gap.max() > rounding(x) * size.max()) and not planned():
                 raise ValueError(
-                    f"{what} differs between ranks (tensor {number} of those, of shape {tuple(x.shape)}, by "
+                    f"{description} differs between ranks (tensor {number} of those, of shape {tuple(x.shape)}, by "
                     f"{float(gap.max()):.1e}), so it is not one function of one set of arguments. Sum or gather it "
                     f"over {', '.join(axes)} inside, by psum, say; a tensor that all ranks use for other rows goes "
                     f"through pvary; one that is cut is a leaf of what shardfn.shard returns"

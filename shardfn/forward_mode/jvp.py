@@ -18,13 +18,14 @@ from shardfn.compat.replacing import replaced
 from shardfn.compat.scripted import written_in_python
 from shardfn.forward_mode.paired_call import paired
 from shardfn.forward_mode.watched import Watched, refuse_applied
-from shardfn.quoting import short
+from shardfn.quoting import short, short_errors
 from shardfn.shards.partition import with_leaves
 from shardfn.stages.stage import way
 from shardfn.transforms.autodiff import moves, name_of
 from shardfn.transforms.step import OutsideGradient, pushing
 
 
+@short_errors
 def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], *, has_aux: bool = False) -> Any:
     """The value of a function, and its derivative in a direction, as `jax.jvp`.
 
@@ -62,8 +63,8 @@ def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], 
     leaves, tree = _flat(primals, "primals")
     moving, other = _flat(tangents, "tangents")
     if other != tree:
-        told = f"{short(str(other))}, {short(str(tree))}"
-        raise ValueError(f"jvp: the tangents of {name_of(f)} have another structure than its primals: {told}")
+        structures = f"{short(str(other))}, {short(str(tree))}"
+        raise ValueError(f"jvp: the tangents of {name_of(f)} have another structure than its primals: {structures}")
     pairs = [_checked(f, i, *pair) for i, pair in enumerate(zip(leaves, moving, strict=True))]
     outside = functorch.inside_transform() or functorch.inside_forward_mode()
     if not outside and not any(isinstance(x, Tensor) and x.requires_grad for pair in pairs for x in pair):
@@ -78,10 +79,10 @@ def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], 
 
 def _pushed(f: Callable[..., Any], tree: Any, pairs: Sequence[tuple[Any, Tensor | None]], has_aux: bool) -> Any:
     """The result and its tangent, with stages on the schedule."""
-    seen = functorch.applications_seen(refuse_applied)
+    applications = functorch.applications_seen(refuse_applied)
     paired_stages = replaced(way, call=way.call or paired)
     written_out = sdpa_kernel(SDPBackend.MATH)
-    with forward_ad.dual_level(), pushing(), paired_stages, written_out, Watched(), seen, written_in_python():
+    with forward_ad.dual_level(), pushing(), paired_stages, written_out, Watched(), applications, written_in_python():
         duals = [x if t is None else functorch.dual(x, t) for x, t in pairs]
         result = f(*optree.tree_unflatten(tree, duals))
         result, aux = result if has_aux else (result, None)
@@ -96,9 +97,9 @@ def _pushed(f: Callable[..., Any], tree: Any, pairs: Sequence[tuple[Any, Tensor 
     return (*both, aux) if has_aux else both
 
 
-def _flat(values: Sequence[Any], what: str) -> tuple[list[Any], Any]:
+def _flat(values: Sequence[Any], argument: str) -> tuple[list[Any], Any]:
     if not isinstance(values, (tuple, list)):
-        raise TypeError(f"jvp: {what} is a tuple of arguments, not {type(values).__name__}: write ({what},)")
+        raise TypeError(f"jvp: {argument} is a tuple of arguments, not {type(values).__name__}: write ({argument},)")
     return optree.tree_flatten(tuple(values), none_is_leaf=True)
 
 
@@ -106,28 +107,30 @@ def _checked(f: Callable[..., Any], number: int, x: Any, tangent: Any) -> tuple[
     if not moves(x):
         return x, None
     if not isinstance(tangent, Tensor) or (tangent.shape, tangent.dtype) != (x.shape, x.dtype):
-        said = f"{tuple(tangent.shape)}, {tangent.dtype}" if isinstance(tangent, Tensor) else type(tangent).__name__
+        described = (
+            f"{tuple(tangent.shape)}, {tangent.dtype}" if isinstance(tangent, Tensor) else type(tangent).__name__
+        )
         raise ValueError(
             f"jvp: leaf {number} of the primals of {name_of(f)} has shape {tuple(x.shape)}, {x.dtype}, and its tangent "
-            f"is {said}"
+            f"is {described}"
         )
     return x, tangent
 
 
 def _by_torch_func(f: Callable[..., Any], tree: Any, pairs: Sequence[tuple[Any, Tensor | None]], has_aux: bool) -> Any:
     """The same inside of another transform, by torch.func, where stages are composed of collectives."""
-    at = [i for i, (_, tangent) in enumerate(pairs) if tangent is not None]
+    indices = [i for i, (_, tangent) in enumerate(pairs) if tangent is not None]
     leaves = [x for x, _ in pairs]
 
     def of_moving(*values: Tensor) -> Any:
-        return f(*optree.tree_unflatten(tree, with_leaves(leaves, at, values)))
+        return f(*optree.tree_unflatten(tree, with_leaves(leaves, indices, values)))
 
-    values, tangents = tuple(leaves[i] for i in at), tuple(pairs[i][1] for i in at)
+    values, tangents = tuple(leaves[i] for i in indices), tuple(pairs[i][1] for i in indices)
     with sdpa_kernel(SDPBackend.MATH), WrittenOut(), written_in_python():
         if not followed((values, tangents)):
-            found = torch.func.jvp(of_moving, values, tangents, has_aux=has_aux)
-            if not followed(found):  # nor anything that `f` closes over
-                return found
+            result = torch.func.jvp(of_moving, values, tangents, has_aux=has_aux)
+            if not followed(result):  # nor anything that `f` closes over
+                return result
         return by_transposes(of_moving, values, tangents, has_aux)
 
 
@@ -139,21 +142,21 @@ def followed(tree: Any) -> bool:
 
 def by_transposes(f: Callable[..., Any], primals: Any, tangents: Any, has_aux: bool = False) -> Any:
     """As `torch.func.jvp`, by the transpose of the transpose: torch's formulas of tangents have wrong derivatives."""
-    kept: list[Any] = []
+    structure: list[Any] = []
 
     def moving(*primals: Tensor) -> Any:
         result, aux = f(*primals) if has_aux else (f(*primals), ())
         leaves, tree = optree.tree_flatten(result, none_is_leaf=True)
-        kept[:] = leaves, tree
+        structure[:] = leaves, tree
         return [y for y in leaves if moves(y)], aux
 
     transposed: Any = torch.func.vjp
     ys, pull, aux = transposed(moving, *primals, has_aux=True)
     _, push = transposed(pull, [torch.zeros_like(y) for y in ys])
-    leaves, tree = kept
+    leaves, tree = structure
     trees = []
     for values in (ys, push(tuple(tangents))[0]):
-        each = iter(values)
-        filled = [next(each) if moves(y) else y if values is ys else None for y in leaves]
+        remaining = iter(values)
+        filled = [next(remaining) if moves(y) else y if values is ys else None for y in leaves]
         trees.append(optree.tree_unflatten(tree, filled))
     return (*trees, aux) if has_aux else tuple(trees)

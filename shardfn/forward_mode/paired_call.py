@@ -43,7 +43,7 @@ class PairedCall(Call):
         self.unread, self.tangent_of = pairs.unread, pairs.tangent_of
         self.values = pairs.count  # so many leaves, which tangents follow
         self.collected = [None] * len(shards)  # their gradients have tangents, and go through autograd
-        self.reduces = [yes and k not in self.unread for k, yes in enumerate(trains)]
+        self.reduces = [is_trained and k not in self.unread for k, is_trained in enumerate(trains)]
         for k, t in self.tangent_of.items():
             self.reduces[t] = trains[k]
 
@@ -52,17 +52,17 @@ class PairedCall(Call):
     def _hooks(self) -> Any:
         return replaced(saving, call=None if self.keeps else self.saving)
 
-    def _hooked_run(self, leaves: list[Any], at: Sequence[int], views: list[list[Tensor]]) -> Any:
+    def _hooked_run(self, leaves: list[Any], tensor_indices: Sequence[int], views: list[list[Tensor]]) -> Any:
         leaves = list(leaves)
-        for i in at:
+        for i in tensor_indices:
             if i >= self.values:  # else tangents would have graphs, and hold what they are made of
                 leaves[i] = leaves[i].detach()
         if self.signature.options.remat is False:
             return self._function(leaves, views)
-        again = _Again(self, leaves, at)
-        xs = [leaves[i] for i in at]
-        outputs = _Rerun.apply(again, *xs, *[p for ps in views for p in ps])  # type: ignore[no-untyped-call]
-        return again.with_tangents(outputs)
+        rerun = _Again(self, leaves, tensor_indices)
+        xs = [leaves[i] for i in tensor_indices]
+        outputs = _Rerun.apply(rerun, *xs, *[p for ps in views for p in ps])  # type: ignore[no-untyped-call]
+        return rerun.with_tangents(outputs)
 
     def _apart(self, result: Any, inputs: Sequence[Tensor], tokens: Sequence[Tensor] = ()) -> Any:
         """The same, with values alone through the exit; the gradient of a tangent is nobody's."""
@@ -83,17 +83,17 @@ class PairedCall(Call):
 
     def saving(self) -> Any:
         """A context inside of `torch.func.vjp` for what its graph saves: of parameters and their tangents, places."""
-        own = None if self.gathered is None or self.again is False else self.gathered.bytes
-        if type(own) is not Tensor:
+        buffer = None if self.gathered is None or self.again is False else self.gathered.bytes
+        if type(buffer) is not Tensor:
             return contextlib.nullcontext()
-        low, high = own.data_ptr(), own.data_ptr() + own.nbytes
+        low, high = buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes
 
         def place(x: Tensor | None) -> Any:
             if type(x) is not Tensor or x.layout is not torch.strided or x.is_conj() or x.is_neg():
                 return x
-            if not low <= (at := x.data_ptr()) < high:
+            if not low <= (address := x.data_ptr()) < high:
                 return x
-            return GatheredView(self, None, x, at - low, recording.current())
+            return GatheredView(self, None, x, address - low, recording.current())
 
         def pack(x: Tensor) -> Any:
             x = functorch.unwrapped(x)  # the wrapper would hold its operation, which holds what it has saved
@@ -120,13 +120,13 @@ class PairedCall(Call):
                 both = [(None, None) if g is None else functorch.unpacked(g) for g in parted[k]]
                 parted[k] = [None if g is None or k in self.unread else g.detach() for g, _ in both]
                 parted[t] = [None if dg is None else dg.detach() for _, dg in both]
-            found = schedule.reduce(self, parted)
+            reduced = schedule.reduce(self, parted)
             schedule.release(self)
             for k, t in self.tangent_of.items():
-                g, dg, found[t] = found[k], found[t], None
+                g, dg, reduced[t] = reduced[k], reduced[t], None
                 if dg is not None:
-                    found[k] = functorch.dual(torch.full_like(dg, math.nan) if g is None else g, dg)
-            return found
+                    reduced[k] = functorch.dual(torch.full_like(dg, math.nan) if g is None else g, dg)
+            return reduced
 
     def run_again(self, leaves: Sequence[Any]) -> Any:
         """The function's result, once more, with what was gathered again."""
@@ -135,8 +135,8 @@ class PairedCall(Call):
         if self.gathered is not None:
             self.gathered.wait()
         views = self._views(self.gathered)
-        for ps, yes in zip(views, self.trains, strict=True):
-            for p in ps if yes else ():
+        for ps, is_trained in zip(views, self.trains, strict=True):
+            for p in ps if is_trained else ():
                 p.requires_grad_()
         return views, self._function(leaves, views)
 
@@ -175,9 +175,9 @@ def paired(signature: Signature, leaves: list[Any]) -> Any:
 class _Again:
     """How to run the function of a call again."""
 
-    def __init__(self, call: PairedCall, leaves: list[Any], at: Sequence[int]) -> None:
-        self.call, self.at, self.leaves = call, at, list(leaves)
-        for i in at:
+    def __init__(self, call: PairedCall, leaves: list[Any], tensor_indices: Sequence[int]) -> None:
+        self.call, self.at, self.leaves = call, tensor_indices, list(leaves)
+        for i in tensor_indices:
             self.leaves[i] = None
         generators = call.signature.generators(leaves)
         self.surroundings = RngAndAutocast(call.schedule.device, generators, again=True)
@@ -194,9 +194,9 @@ class _Again:
             leaves[i] = x
         return leaves
 
-    def refuse_other(self, result: Any, given: Sequence[Tensor]) -> None:
+    def refuse_other(self, result: Any, inputs: Sequence[Tensor]) -> None:
         """Raises RuntimeError if the second run returned something else than the first."""
-        form, signature = form_of(result, given)[0], self.call.signature
+        form, signature = form_of(result, inputs)[0], self.call.signature
         if not self.form.same(form):
             raise RuntimeError(other_result(signature, str(self.form), str(form)))
         values = [functorch.unpacked(y)[0] for y in optree.tree_leaves(result) if moves(y)]
@@ -206,9 +206,10 @@ class _Again:
 
     def with_tangents(self, outputs: Sequence[Tensor]) -> Any:
         """The result."""
-        each, (parts, self.parts) = iter(outputs), (self.parts, [])
+        remaining, (parts, self.parts) = iter(outputs), (self.parts, [])
         filled = [
-            y if not moving else next(each) if y is None else functorch.dual(next(each), y) for moving, y in parts
+            y if not moving else next(remaining) if y is None else functorch.dual(next(remaining), y)
+            for moving, y in parts
         ]
         return optree.tree_unflatten(self.tree, filled)
 
@@ -217,32 +218,32 @@ class _Rerun(torch.autograd.Function):
     """`(again, *xs, *parameters) -> outputs` that may have gradients; in backward it runs again."""
 
     @staticmethod
-    def forward(ctx: Any, again: _Again, *tensors: Tensor) -> Any:
-        n = len(again.at)
+    def forward(ctx: Any, rerun: _Again, *tensors: Tensor) -> Any:
+        n = len(rerun.at)
         # With a graph that is dropped: whether torch.func can make one is known then, and a tensor that the function
         # keeps and does not return is known by it.
         with torch.enable_grad(), functorch.forward_mode_on(), modes.functions_seen():
-            each = iter([x.detach().requires_grad_(x.requires_grad) for x in tensors])
-            xs = [next(each) for _ in range(n)]
-            views = [[next(each) for _ in range(size)] for size in again.sizes]
-            result = again.call._function(again.arguments(xs), views)
-            leaves, again.tree = optree.tree_flatten(result)
-            again.form = form_of(result, [*xs, *[p for ps in views for p in ps]])[0]
+            aliases = iter([x.detach().requires_grad_(x.requires_grad) for x in tensors])
+            xs = [next(aliases) for _ in range(n)]
+            views = [[next(aliases) for _ in range(size)] for size in rerun.sizes]
+            result = rerun.call._function(rerun.arguments(xs), views)
+            leaves, rerun.tree = optree.tree_flatten(result)
+            rerun.form = form_of(result, [*xs, *[p for ps in views for p in ps]])[0]
             outputs, constant = [], list[Tensor]()
             for y in leaves:
                 if not moves(y):
-                    again.parts.append((False, y))
+                    rerun.parts.append((False, y))
                     continue
                 value, tangent = functorch.unpacked(y)
-                again.parts.append((True, None if tangent is None else tangent.detach()))
+                rerun.parts.append((True, None if tangent is None else tangent.detach()))
                 outputs.append(value.detach())
                 if not value.requires_grad:
                     constant.append(outputs[-1])
-            signature, given = again.call.signature, {id(x) for x in [*xs, *[p for ps in views for p in ps]]}
-            if any(id(x) not in given for x in autograd.leaves_of(y for y in leaves if moves(y))):
+            signature, input_ids = rerun.call.signature, {id(x) for x in [*xs, *[p for ps in views for p in ps]]}
+            if any(id(x) not in input_ids for x in autograd.leaves_of(y for y in leaves if moves(y))):
                 raise RuntimeError(closes_over(signature))
-        again.sample, signature.sampled = None if signature.sampled else SampledNumbers(outputs), True
-        ctx.again = again
+        rerun.sample, signature.sampled = None if signature.sampled else SampledNumbers(outputs), True
+        ctx.again = rerun
         ctx.mark_non_differentiable(*constant)
         ctx.save_for_backward(*tensors[:n])
         ctx.set_materialize_grads(False)
@@ -250,19 +251,19 @@ class _Rerun(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
-        again: _Again = ctx.again
-        here = again.call.schedule.in_backward(again.call), again.surroundings.again()
-        with here[0], here[1], torch.enable_grad(), functorch.forward_mode_on(), modes.functions_seen():
+        rerun: _Again = ctx.again
+        contexts = rerun.call.schedule.in_backward(rerun.call), rerun.surroundings.again()
+        with contexts[0], contexts[1], torch.enable_grad(), functorch.forward_mode_on(), modes.functions_seen():
             xs = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]
-            views, result = again.call.run_again(again.arguments(xs))
-            again.refuse_other(result, [*xs, *[p for ps in views for p in ps]])
+            views, result = rerun.call.run_again(rerun.arguments(xs))
+            rerun.refuse_other(result, [*xs, *[p for ps in views for p in ps]])
             outputs = [y for y in optree.tree_leaves(result) if moves(y)]
             used = [(y, ct) for y, ct in zip(outputs, cotangents, strict=True) if ct is not None and y.requires_grad]
             inputs = [*xs, *[p for ps in views for p in ps]]
-            wanted = [x for x in inputs if x.requires_grad]
-            found: Sequence[Tensor | None] = [None] * len(wanted)
-            if used and wanted:
+            differentiable = [x for x in inputs if x.requires_grad]
+            gradients: Sequence[Tensor | None] = [None] * len(differentiable)
+            if used and differentiable:
                 ys, cts = zip(*used, strict=True)
-                found = torch.autograd.grad(ys, wanted, cts, create_graph=True, allow_unused=True)
-        remaining = iter(found)
+                gradients = torch.autograd.grad(ys, differentiable, cts, create_graph=True, allow_unused=True)
+        remaining = iter(gradients)
         return None, *[detached(next(remaining)) if x.requires_grad else None for x in inputs]

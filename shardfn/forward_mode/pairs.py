@@ -41,7 +41,7 @@ def scheduled(signature: Signature, leaves: Sequence[Any]) -> bool:
     """
     options = signature.options
     rounding: list[Any] = [options, *(layout.placement for layout in signature.layouts)]
-    if any(each.gather or each.reduce for each in rounding) or signature.packed or signature.wholes:
+    if any(source.gather or source.reduce for source in rounding) or signature.packed or signature.wholes:
         return False
     if dispatch.in_graph() or functorch.inside_transform() or isinstance(options.remat, Offload):
         return False
@@ -72,15 +72,17 @@ class Pairs:
             any(parts[i][1] is not None or (needs[i] and i in shards) for i in source) for source in signature.sources
         )
         tangents = [torch.zeros_like(x) if t is None and moves(x) else x if t is None else t for x, t in parts]
-        moving = [node for node, yes in zip(signature.nodes(tangents), has, strict=True) if yes]
+        moving = [node for node, has_tangent in zip(signature.nodes(tangents), has, strict=True) if has_tangent]
         arguments: Any = (signature.nodes(values), moving), {}
         variables = step.variables if step is not None and step.unread and not torch.is_anomaly_enabled() else {}
         unread = tuple(all(id(leaves[i]) in variables for i in source) for source in signature.sources)
         kind = has, unread
         if kind not in signature.paired:
             function = functools.wraps(signature.function)(functools.partial(_on_pairs, signature, *kind))
-            made = signature.paired[kind] = signature_of(signature.name, function, signature.options, *arguments)
-            made.computes = signature.computes
+            paired_signature = signature.paired[kind] = signature_of(
+                signature.name, function, signature.options, *arguments
+            )
+            paired_signature.computes = signature.computes
         self.signature = signature.paired[kind]
         self.leaves: list[Any] = optree.tree_leaves(arguments)
         self.count = len(leaves)
@@ -96,10 +98,12 @@ def _on_pairs(
 ) -> Any:
     """Calls the stage's function on parameters and arguments with tangents."""
     values = optree.tree_leaves(nodes)
-    wanted = [i for i, x in enumerate(values) if isinstance(x, Tensor) and x.requires_grad]
-    tries = bool(wanted) and torch.is_grad_enabled() and signature.reverses
-    each = [yes for node, yes in zip(nodes, unread, strict=True) for _ in optree.tree_leaves(node)]
-    transposed = functools.partial(_transposed, signature, has, nodes, moving, wanted, [each[i] for i in wanted])
+    differentiable = [i for i, x in enumerate(values) if isinstance(x, Tensor) and x.requires_grad]
+    tries = bool(differentiable) and torch.is_grad_enabled() and signature.reverses
+    is_unread = [node_unread for node, node_unread in zip(nodes, unread, strict=True) for _ in optree.tree_leaves(node)]
+    transposed = functools.partial(
+        _transposed, signature, has, nodes, moving, differentiable, [is_unread[i] for i in differentiable]
+    )
     if tries and (autograd.inside_backward() or capturing() is not None):  # it has run there before
         return transposed()
     if tries:
@@ -162,7 +166,7 @@ def _transposed(
     has: Sequence[bool],
     nodes: list[Any],
     moving: list[Any],
-    wanted: Sequence[int],
+    differentiable: Sequence[int],
     unread: Sequence[bool],
 ) -> Any:
     """Calls it inside of `torch.func.vjp`.
@@ -171,49 +175,54 @@ def _transposed(
     would hold its tangent, the tangent's graph the operation, and all of it memory until `jvp` ends.
     """
     flat, tree = optree.tree_flatten(nodes)
-    given = [x.detach() if isinstance(x, Tensor) else x for x in flat]
-    leaves = optree.tree_leaves(_paired(has, optree.tree_unflatten(tree, given), moving))
-    kept: list[Any] = []
+    plain_inputs = [x.detach() if isinstance(x, Tensor) else x for x in flat]
+    leaves = optree.tree_leaves(_paired(has, optree.tree_unflatten(tree, plain_inputs), moving))
+    traced: list[Any] = []
 
-    def run(*moved: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    def run(*variables: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         arguments = list(leaves)
         for group in groups:
-            each = [moved[k] for k in group] + [xs[k] for k in group]
-            for k, x in zip(group, _InPlaceOf.apply(*each), strict=True):  # type: ignore[no-untyped-call]
-                arguments[wanted[k]] = x
+            pairs = [variables[k] for k in group] + [xs[k] for k in group]
+            for k, x in zip(group, _InPlaceOf.apply(*pairs), strict=True):  # type: ignore[no-untyped-call]
+                arguments[differentiable[k]] = x
                 if unread[k]:
                     together.mark_unread(x)
         kept_by = contextlib.nullcontext() if saving.call is None else saving.call()
         with modes.functions_seen(), running(f"{signature.name} ({signature.stage})", _ranges(leaves)), kept_by:
             belonging(arguments)
             result = _called(signature, optree.tree_unflatten(tree, arguments))
-        found, structure = optree.tree_flatten(result)
-        ys, others = ([y for y in found if isinstance(y, Tensor) and moves(y) == yes] for yes in (True, False))
-        constants = [_TensorLocation(moves(y)) if isinstance(y, Tensor) else y for y in found]
-        kept[:] = constants, structure, [y.requires_grad for y in ys], ys, moved, others
-        return ys or [moved[0].new_zeros(())], others  # `vjp` refuses a function without results
+        results, structure = optree.tree_flatten(result)
+        ys, integers = (
+            [y for y in results if isinstance(y, Tensor) and moves(y) == is_moving] for is_moving in (True, False)
+        )
+        constants = [_TensorLocation(moves(y)) if isinstance(y, Tensor) else y for y in results]
+        traced[:] = constants, structure, [y.requires_grad for y in ys], ys, variables, integers
+        return ys or [variables[0].new_zeros(())], integers  # `vjp` refuses a function without results
 
-    xs = [leaves[i] for i in wanted]
-    moved_along = [functorch.tangent_of(x) is not None for x in xs]
+    xs = [leaves[i] for i in differentiable]
+    has_tangents = [functorch.tangent_of(x) is not None for x in xs]
     # Of one Function, all results have tangents, or none.
-    each = [[k for k, yes in enumerate(moved_along) if yes is along] for along in (True, False)]
-    groups = [group for group in each if group]
+    by_tangent = [
+        [k for k, has_tangent in enumerate(has_tangents) if has_tangent is with_tangent]
+        for with_tangent in (True, False)
+    ]
+    groups = [group for group in by_tangent if group]
     begins = [torch.empty_strided(x.shape, (0,) * x.ndim, dtype=x.dtype, device=x.device) for x in xs]
     transform: Any = torch.func.vjp
     before = _versions(leaves)
-    ys, _, others = transform(run, *begins, has_aux=True)
+    ys, _, integer_outputs = transform(run, *begins, has_aux=True)
     if _versions(leaves) != before:
         raise RuntimeError(writes(signature))
-    constants, structure, follows, *graph = kept
-    own = _given((nodes, moving, leaves))
-    pairs = [functorch.unpacked(_apart(own, y)) for y in ys[: len(follows)]]
+    constants, structure, follows, *graph = traced
+    storages = _given((nodes, moving, leaves))
+    pairs = [functorch.unpacked(_apart(storages, y)) for y in ys[: len(follows)]]
     values = [y for y, _ in pairs]
     if any(follows):
-        given = [flat[i] for i in wanted]
-        outputs = _Transposed.apply((signature, *graph), follows, len(values), *values, *given)  # type: ignore[no-untyped-call]
-        values = [out if yes else y for y, out, yes in zip(values, outputs, follows, strict=True)]
+        plain_inputs = [flat[i] for i in differentiable]
+        outputs = _Transposed.apply((signature, *graph), follows, len(values), *values, *plain_inputs)  # type: ignore[no-untyped-call]
+        values = [out if has_tangent else y for y, out, has_tangent in zip(values, outputs, follows, strict=True)]
     results = iter([y if t is None else functorch.dual(y, t) for y, (_, t) in zip(values, pairs, strict=True)])
-    rest = iter(others)
+    rest = iter(integer_outputs)
     filled = [next(results if y.moves else rest) if isinstance(y, _TensorLocation) else y for y in constants]
     return optree.tree_unflatten(structure, filled)
 
@@ -240,7 +249,10 @@ class _TensorLocation(NamedTuple):
 
 def _paired(has: Sequence[bool], nodes: list[Any], moving: list[Any]) -> list[Any]:
     tangents = iter(moving)
-    return [optree.tree_map(dual, node, next(tangents)) if yes else node for node, yes in zip(nodes, has, strict=True)]
+    return [
+        optree.tree_map(dual, node, next(tangents)) if has_tangent else node
+        for node, has_tangent in zip(nodes, has, strict=True)
+    ]
 
 
 def _called(signature: Signature, nodes: list[Any]) -> Any:
@@ -285,16 +297,16 @@ class _Transposed(torch.autograd.Function):
         ctx.graph, ctx.count = graph, count
         ctx.versions = [functorch.unwrapped(y)._version for y in (*graph[1], *graph[3])]
         outputs = tuple([y.detach() for y in tensors[:count]])  # no views: the caller may write into them
-        ctx.mark_non_differentiable(*[y for y, yes in zip(outputs, follows, strict=True) if not yes])
+        ctx.mark_non_differentiable(*[y for y, has_gradient in zip(outputs, follows, strict=True) if not has_gradient])
         ctx.set_materialize_grads(False)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        (signature, ys, xs, others), ctx.graph = ctx.graph, None
-        _refuse_written(signature, (*ys, *others), ctx.versions, ys)
+        (signature, ys, xs, integer_outputs), ctx.graph = ctx.graph, None
+        _refuse_written(signature, (*ys, *integer_outputs), ctx.versions, ys)
         used = [(y, functorch.unpacked(ct)) for y, ct in zip(ys, cotangents, strict=True) if ct is not None]
-        found: Sequence[Tensor | None] = [None] * len(xs)
+        grads: Sequence[Tensor | None] = [None] * len(xs)
         if used:
             ys, pairs = zip(*used, strict=True)
             cts = [
@@ -302,8 +314,8 @@ class _Transposed(torch.autograd.Function):
                 for value, tangent in pairs
             ]
             # Some formulas of torch are right in forward mode only in grad mode, as with `create_graph`.
-            found = torch.autograd.grad(ys, xs, cts, retain_graph=False, create_graph=True, allow_unused=True)
-        gradients = [None if g is None else detached(functorch.alive(g)) for g in found]
+            grads = torch.autograd.grad(ys, xs, cts, retain_graph=False, create_graph=True, allow_unused=True)
+        gradients = [None if g is None else detached(functorch.alive(g)) for g in grads]
         closed_over = zip(cotangents, ctx.needs_input_grad[3:], strict=False)  # through what the function closes over
         return None, None, None, *[ct if need else None for ct, need in closed_over], *gradients
 
@@ -356,9 +368,9 @@ class _Alias(torch.autograd.Function):
         return ct, None
 
 
-def _apart(given: set[int], y: Any) -> Any:
+def _apart(storages: set[int], y: Any) -> Any:
     """A result that shares no memory with what was given: pairs are aliases, and writes into them would not be seen."""
-    return y.clone() if moves(y) and autograd.storage_of(functorch.unpacked(y)[0]) in given else y
+    return y.clone() if moves(y) and autograd.storage_of(functorch.unpacked(y)[0]) in storages else y
 
 
 class _Tangent(torch.autograd.Function):

@@ -32,8 +32,8 @@ _MOST_LOOKED_AT = 1000
 
 def _hides_tensors(value: Any) -> bool:
     """Whether a value leads to a tensor: by an attribute, a closure, a generator's frame, an array's memory."""
-    queue, seen = [value], {id(value)}
-    while queue and len(seen) < _MOST_LOOKED_AT:
+    queue, visited = [value], {id(value)}
+    while queue and len(visited) < _MOST_LOOKED_AT:
         current = queue.pop()
         if isinstance(current, Tensor):
             return True
@@ -46,8 +46,8 @@ def _hides_tensors(value: Any) -> bool:
         else:
             referred = [] if isinstance(current, (type, types.ModuleType)) else gc.get_referents(current)
         for other in referred:
-            if id(other) not in seen and not isinstance(other, (type, types.ModuleType)):
-                seen.add(id(other))
+            if id(other) not in visited and not isinstance(other, (type, types.ModuleType)):
+                visited.add(id(other))
                 queue.append(other)
     return False
 

@@ -55,9 +55,9 @@ def _escaped(stage: str) -> RuntimeError:
     )
 
 
-def _refuse_leaks(given: Any) -> None:
+def _refuse_leaks(arguments: Any) -> None:
     """Raises an error if what a stage's function kept has lost a gradient that is needed."""
-    for x in optree.tree_leaves(given) if torch.is_grad_enabled() else ():
+    for x in optree.tree_leaves(arguments) if torch.is_grad_enabled() else ():
         if isinstance(x, Tensor) and functorch.lost(x):
             stages = [stage for y in functorch.layers(x) if (stage := getattr(y, _STAGE, None)) is not None]
             if stages:
@@ -124,8 +124,8 @@ def _writes(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         targets += args[:1]
     for x in optree.tree_leaves(targets):
         if isinstance(x, Tensor) and x.layout is torch.strided:
-            at = functorch.unwrapped(x).data_ptr()
-            if any(start <= at < stop for start, stop in _running.lent):
+            address = functorch.unwrapped(x).data_ptr()
+            if any(start <= address < stop for start, stop in _running.lent):
                 return True
     return False
 

@@ -31,12 +31,12 @@ def synchronised(m: Any, axis: AxisName) -> Callable[..., Tensor]:
     The module's own forward runs, in which `F.batch_norm` is replaced, so that a subclass keeps what it does besides.
     """
     synced = getattr(m.forward, "__func__", None) is nn.SyncBatchNorm.forward  # needs an accelerator, and communicates
-    own = in_one_dtype(m, nn.BatchNorm1d.forward.__get__(m) if synced else m.forward)
+    module_forward = in_one_dtype(m, nn.BatchNorm1d.forward.__get__(m) if synced else m.forward)
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
-        with SyncedStatistics(m, axis) as together:
-            out = own(*args, **kwargs)
-        if (m.training or m.running_mean is None) and not together.found:
+        with SyncedStatistics(m, axis) as statistics:
+            out = module_forward(*args, **kwargs)
+        if (m.training or m.running_mean is None) and not statistics.found:
             raise TypeError(
                 f"sync_batch_norm: {type(m).__name__} must normalize by torch.nn.functional.batch_norm, got a forward "
                 f"without it. Let its forward call that, or leave sync_batch_norm out, by which ranks keep their own "
@@ -47,9 +47,9 @@ def synchronised(m: Any, axis: AxisName) -> Callable[..., Tensor]:
     return forward
 
 
-def in_one_dtype(m: Any, own: Callable[..., Tensor] | None = None) -> Callable[..., Tensor]:
+def in_one_dtype(m: Any, base_forward: Callable[..., Tensor] | None = None) -> Callable[..., Tensor]:
     """A forward with weights cast to the dtype of the statistics, as torch requires after `gather_dtype`."""
-    run = m.forward if own is None else own
+    run = m.forward if base_forward is None else base_forward
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         weights, statistics = m._parameters, m.running_mean

@@ -1,4 +1,4 @@
-"""Parameters stored in few bits, as by bitsandbytes: decoded, or kept as bytes."""
+"""Parameters stored quantized, as by bitsandbytes: decoded, or kept as bytes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class DecodedOnDemand(Computed):
         self.format, self._name, self._tensors = described.format, name, tensors
 
     def packed(self) -> Packed:
-        """The parameter as stored, in few bits."""
+        """The quantized parameter, as stored."""
         return bitsandbytes.packed(self._name, self._tensors)
 
 
@@ -71,7 +71,7 @@ def _transposed(x: DecodedOnDemand) -> Computed:
 
 
 def kept(values: Mapping[str, Any]) -> dict[str, Format]:
-    """The formats of the parameters that files store in few bits.
+    """The formats of the parameters that files store quantized.
 
     Raises:
         CheckpointError: one is made of several tensors, or transposed.
@@ -87,7 +87,7 @@ def kept(values: Mapping[str, Any]) -> dict[str, Format]:
 
 
 def refuse_twice(values: Mapping[str, Any], formats: Mapping[str, Format]) -> None:
-    """Raises CheckpointError if values that were rounded to few bits would be rounded again."""
+    """Raises CheckpointError if quantized values would be quantized again."""
     wrong = []
     for name, format in formats.items():
         x = values.get(name)

@@ -134,12 +134,12 @@ def loaded_by(module: Any, used: Iterable[int]) -> None:
 
 def vocabularies(module: nn.Module) -> list[nn.Module]:
     """The embeddings and output layers of all models of `transformers` in a module."""
-    found: list[Any] = []
+    layers: list[Any] = []
     for m in filter(of_transformers, module.modules()):
         for name in ("get_input_embeddings", "get_output_embeddings"):
             with contextlib.suppress(NotImplementedError, AttributeError):  # of models without tokens
-                found.append(getattr(m, name)())
-    return [m for m in found if m is not None]
+                layers.append(getattr(m, name)())
+    return [m for m in layers if m is not None]
 
 
 def generation_settings(module: Any, path: Path) -> str:
@@ -147,25 +147,25 @@ def generation_settings(module: Any, path: Path) -> str:
     folder, library = path if path.is_dir() else path.parent, sys.modules.get("transformers")
     if library is None or not (of_transformers(module) and module.can_generate()):
         return ""
-    own, older = "generation_config.json", "config.json"  # older models have the settings in their configuration
-    if (folder / own).is_file():
-        found = library.GenerationConfig.from_pretrained(folder)
+    newer, older = "generation_config.json", "config.json"  # older models have the settings in their configuration
+    if (folder / newer).is_file():
+        config = library.GenerationConfig.from_pretrained(folder)
     elif (folder / older).is_file():
-        found = library.GenerationConfig.from_pretrained(folder, config_file_name=older, _from_model_config=True)
+        config = library.GenerationConfig.from_pretrained(folder, config_file_name=older, _from_model_config=True)
     else:
         return ""
-    settings: str = found.to_json_string()
+    settings: str = config.to_json_string()
     return settings
 
 
 def generate_by(module: Any, settings: str) -> None:
     """Gives a module such settings, as `from_pretrained` does, apart from those that were set on it before."""
-    kind, own = type(module.generation_config), module.generation_config.to_dict()
+    kind, current = type(module.generation_config), module.generation_config.to_dict()
     try:
         initial = kind.from_model_config(module.config).to_dict()
     except NotImplementedError:
         initial = kind().to_dict()
-    changed = {name: value for name, value in own.items() if value != initial.get(name)}
+    changed = {name: value for name, value in current.items() if value != initial.get(name)}
     module.generation_config = kind.from_dict({**json.loads(settings), **changed})
 
 
@@ -187,7 +187,7 @@ def not_saved(module: Any) -> set[str]:
 
 
 def write_settings(module: Any, folder: Path) -> None:
-    """Writes what the module's `save_pretrained` writes besides tensors: configurations, and custom code."""
+    """Writes the configurations and custom code that the module's `save_pretrained` writes."""
     if getattr(module, "_hf_peft_config_loaded", False) or getattr(module, "hf_quantizer", None) is not None:
         raise CheckpointError(
             f"{type(module).__name__} has adapters or quantized weights of transformers' own, which are saved by its "
@@ -250,9 +250,9 @@ def _by_rule(
         if not later and all(part.origin for x in dry.values() for part in x.parts):
             return run(stored)
     except Exception as error:
-        why = str(error) or type(error).__name__
+        reason = str(error) or type(error).__name__
         raise CheckpointError(
-            f"{target} cannot be made of {sources[0][0]} and {len(sources) - 1} more: {why}"
+            f"{target} cannot be made of {sources[0][0]} and {len(sources) - 1} more: {reason}"
         ) from error
     return {
         name: Computed(x.shape, x.dtype, lambda name=name: last.get(target, lambda: run(joined()))[name], later)  # type: ignore[misc]

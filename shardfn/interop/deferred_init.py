@@ -50,16 +50,16 @@ class _Cheap(TorchFunctionMode):
 
 def _unreserved(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """As `torch.empty` or `torch.zeros`, but large tensors are zeros in memory mapped without reserving swap space."""
-    given = {key: value for key, value in kwargs.items() if value is not None}
-    device = torch.device(given.pop("device", None) or torch.get_default_device())
-    if device.type != "cpu" or set(given) - {"size", "dtype", "requires_grad"}:
+    options = {key: value for key, value in kwargs.items() if value is not None}
+    device = torch.device(options.pop("device", None) or torch.get_default_device())
+    if device.type != "cpu" or set(options) - {"size", "dtype", "requires_grad"}:
         return func(*args, **kwargs)
-    like = func(*args, **given, device="meta")
-    if like.nbytes < LARGE:
+    template = func(*args, **options, device="meta")
+    if template.nbytes < LARGE:
         return func(*args, **kwargs)
-    memory = mmap.mmap(-1, like.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
-    tensor = torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
-    return tensor.requires_grad_(like.requires_grad)
+    memory = mmap.mmap(-1, template.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    tensor = torch.frombuffer(memory, dtype=template.dtype).view(template.shape)
+    return tensor.requires_grad_(template.requires_grad)
 
 
 @contextlib.contextmanager
@@ -137,10 +137,10 @@ def beginning(module: nn.Module, name: str, shape: tuple[int, ...], dtype: torch
                     initialise()
     except Exception as error:
         raise CheckpointError(f"{_problem(name, holder)} ({type(error).__name__}: {error}): {_INSTEAD}") from error
-    made = around[0]._parameters[attribute]
-    if not isinstance(made, Tensor) or made.shape != shape or made.dtype != dtype or bool(made.isnan().any()):
+    values = around[0]._parameters[attribute]
+    if not isinstance(values, Tensor) or values.shape != shape or values.dtype != dtype or bool(values.isnan().any()):
         raise CheckpointError(f"{_problem(name, holder)}: {_INSTEAD}")
-    return made.detach()
+    return values.detach()
 
 
 _INSTEAD = "build it outside of interop.meta(), or give its class a reset_parameters() that sets it"
@@ -162,18 +162,18 @@ class _Copies:
     def of(self, m: Any) -> Any:
         """The copy of a module, including its submodules."""
         if id(m) not in self.made:
-            made = self.made[id(m)] = object.__new__(type(m))
-            vars(made).update(vars(m))
+            duplicate = self.made[id(m)] = object.__new__(type(m))
+            vars(duplicate).update(vars(m))
             for kind, copied in (("_parameters", self._empty), ("_buffers", self._empty), ("_modules", self.of)):
-                vars(made)[kind] = {name: None if x is None else copied(x) for name, x in vars(m)[kind].items()}
+                vars(duplicate)[kind] = {name: None if x is None else copied(x) for name, x in vars(m)[kind].items()}
         return self.made[id(m)]
 
     def _empty(self, x: Tensor) -> Tensor:
         if id(x) not in self.instead:
             empty: Any = torch.empty(x.shape, dtype=x.dtype, device="meta")
-            made: Any = nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
-            made._is_hf_initialized = True  # makes transformers skip it
-            self.instead[id(x)] = made
+            replacement: Any = nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
+            replacement._is_hf_initialized = True  # makes transformers skip it
+            self.instead[id(x)] = replacement
         return self.instead[id(x)]
 
 

@@ -121,9 +121,11 @@ def functional(
             f"{', '.join(sorted(_STAGE_OPTIONS))} are those of shardfn.stage"
         )
     if not isinstance(compile, (bool, Mapping)):
-        raise TypeError(f"functional: compile={compile!r}; it is True, or a dict of arguments of torch.compile")
+        raise TypeError(f"functional: compile must be True, or a dict of arguments of torch.compile, got {compile!r}")
     if not (sync_batch_norm is None or isinstance(sync_batch_norm, (str, tuple))):
-        raise TypeError(f"functional: sync_batch_norm={sync_batch_norm!r}; it is the name of a mesh axis, or several")
+        raise TypeError(
+            f"functional: sync_batch_norm must be one or several names of mesh axes, got {sync_batch_norm!r}"
+        )
     rules = chosen(loose, "loose"), chosen(mutable, "mutable")
     stage(loose_parameters, **stage_options)  # raises for wrong options before the module is changed
     if isinstance(module, nn.Module):
@@ -196,8 +198,8 @@ class Functional:
         self._drawn, self._skeleton = drawn_layers(module), _skeleton(module)
         self._placeholders = [p for p in module.parameters() if isinstance(p, Placeholder)]
         stretched = {path for path, m in module.named_modules() if _stretches(m)}
-        own = {self._same[name] for name in anatomy.buffers if name.rpartition(".")[0] in stretched}
-        self._kept = own - set(self._changing)
+        stretched_buffers = {self._same[name] for name in anatomy.buffers if name.rpartition(".")[0] in stretched}
+        self._kept = stretched_buffers - set(self._changing)
         self._attributes = Attributes(module.modules())
         self._looked: set[bool] = set()
         self._running, self._lock = self._place.running, threading.RLock()
@@ -227,11 +229,11 @@ class Functional:
     def _loose_forwards(
         self, inside: Container[nn.Module], input_dtype: torch.dtype | None, output_dtype: torch.dtype | None
     ) -> dict[nn.Module, Callable[..., Any]]:
-        """What loose modules run in place of their forward; those that hold parameters cast as stages do."""
+        """Forward overrides for modules outside any stage; those with parameters cast as stages do."""
         around = {m: forward for m, forward in self._instead.items() if m not in inside}
         if input_dtype or output_dtype:
-            held = {id(slot.holder) for slot in (*self._loose.own, *self._loose.shared)}
-            loose = [m for m in self.module.modules() if m not in inside and id(m._parameters) in held]
+            holder_ids = {id(slot.holder) for slot in (*self._loose.own, *self._loose.shared)}
+            loose = [m for m in self.module.modules() if m not in inside and id(m._parameters) in holder_ids]
             around |= {m: casting(around.get(m, m.forward), input_dtype, output_dtype) for m in loose}
         return around
 
@@ -303,9 +305,9 @@ class Functional:
             refuse_apart(self.module, self._drawn, params)
         tensors = (x for x in optree.tree_leaves(params) if isinstance(x, Tensor))
         self._place.device = next((x.device for x in tensors), self._place.device)
-        given = self._given(buffers or {}, self._place.device)
-        own = self._own_buffers(self._place.device)
-        values = {**own, **{key: b for key, b in given.items() if key not in self._kept}}
+        passed_buffers = self._given_buffers(buffers or {}, self._place.device)
+        module_buffers = self._own_buffers(self._place.device)
+        values = {**module_buffers, **{key: b for key, b in passed_buffers.items() if key not in self._kept}}
         records = Functional._called.__code__ if torch.is_grad_enabled() else None
         run = ModuleCall(params, frozenset(changing | self._kept), adapters, records, self._revealed)
         parts = arguments(params, self._loose, adapters)
@@ -374,11 +376,11 @@ class Functional:
             params: parameters or gradients of the structure of `tree`.
         """
         self._check(params)
-        whole: dict[str, Tensor] = {}
+        full: dict[str, Tensor] = {}
         for key, part in params.items():
             values = unshard(part)
-            whole |= {joined(key, name): x for name, x in values.items()} if isinstance(values, dict) else {key: values}
-        return {alias: whole[name] for alias, name in self.names.items()}
+            full |= {joined(key, name): x for name, x in values.items()} if isinstance(values, dict) else {key: values}
+        return {alias: full[name] for alias, name in self.names.items()}
 
     def __repr__(self) -> str:
         return f"Functional({type(self.module).__name__}, {len(self.stages)} stages)"
@@ -415,15 +417,15 @@ class Functional:
                     self._compare(key, flat.layout)
 
     def _compare(self, key: str, layout: Layout) -> None:
-        """Raises ValueError if parameters in this layout have other shapes than the module's."""
-        for number, entry in enumerate(layout.entries):
-            there = layout.meant_shape(number)
+        """Raises ValueError if the shapes in this layout differ from the module's."""
+        for index, entry in enumerate(layout.entries):
+            stored = layout.meant_shape(index)
             named = {name for name in self._shapes[key] if entry.path == name or entry.path.endswith(f".{name}")}
             longest = max(map(len, named), default=0)  # `visual.scale` is not `scale`, if there are both
             for name, shape in self._shapes[key].items():
-                if there != shape and name in named and len(name) == longest:
+                if stored != shape and name in named and len(name) == longest:
                     raise ValueError(
-                        f"these are not the parameters of this {type(self.module).__name__}: {name} is {list(there)} "
+                        f"these are not the parameters of this {type(self.module).__name__}: {name} is {list(stored)} "
                         f"there, and {list(shape)} in the module"
                     )
                 if self._plan is not None and entry.path == name:
@@ -480,8 +482,8 @@ class Functional:
                     f"nothing of them: load weights into the tree, by interop.load or shard(), and change the module "
                     f"before it is taken apart"
                 )
-        here = {id(p) for m in self.module.modules() for p in m._parameters.values()}
-        lost = next((p for p in self._placeholders if id(p) not in here), None)
+        present = {id(p) for m in self.module.modules() for p in m._parameters.values()}
+        lost = next((p for p in self._placeholders if id(p) not in present), None)
         if lost is not None:
             raise RuntimeError(
                 f"{lost.path} was deleted from the module after functional(), while the parameters still have it: "
@@ -495,20 +497,20 @@ class Functional:
             return False
         return all(dispatch.plain(x) and not functorch.wrapped(x) and not x.is_meta for x in loose.values())
 
-    def _changing_now(self, given: Mapping[str, Tensor] | None) -> set[str]:
+    def _changing_now(self, buffers: Mapping[str, Tensor] | None) -> set[str]:
         """The keys of the buffers that a call changes.
 
         Raises:
             ValueError: buffers change and none were given, or the module has no such buffers.
         """
         changing = {key for key, m in self._changing.items() if m is None or m.training}
-        if changing and given is None:
+        if changing and buffers is None:
             raise ValueError(
                 f"{type(self.module).__name__} changes buffers while it trains, {listed(sorted(changing), 3)}: "
                 f"pass buffers=model.buffers, and take them back: `out, buffers = model(params, x, "
                 f"buffers=buffers)`; or call model.module.eval() first"
             )
-        if unknown := set(given or ()) - set(self.buffers):
+        if unknown := set(buffers or ()) - set(self.buffers):
             raise ValueError(
                 f"{type(self.module).__name__} has no buffer {_some(sorted(unknown))}; its buffers are "
                 f"{_some(list(self.buffers))}"
@@ -523,19 +525,19 @@ class Functional:
             if current is not self._held[key]:  # the module has assigned another buffer
                 self._held[key] = current
                 self.buffers.update({name: current for name, own_key in self._same.items() if own_key == key})
-        return {key: self._moved(key, self.buffers[key], device) for key in self._places}
+        return {key: self._copied_buffer(key, self.buffers[key], device) for key in self._places}
 
-    def _moved(self, key: str, b: Tensor, device: torch.device) -> Tensor:
+    def _copied_buffer(self, key: str, b: Tensor, device: torch.device) -> Tensor:
         """A buffer on the device of the parameters; copied again if it was written to since."""
         if b.device == device or b.is_meta:
             return b
         state = None if b.is_inference() else b._version, device
-        moved = self._elsewhere.get(key)
-        if moved is None or moved[0] is not b or moved[1] != state:
-            moved = self._elsewhere[key] = b, state, b.to(device)
-        return moved[2]
+        copied = self._elsewhere.get(key)
+        if copied is None or copied[0] is not b or copied[1] != state:
+            copied = self._elsewhere[key] = b, state, b.to(device)
+        return copied[2]
 
-    def _given(self, buffers: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    def _given_buffers(self, buffers: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
         """The buffers given to a call, by key; of several names for one, the first counts."""
         names = sorted(buffers, key=lambda name: self._same[name] == name)
         return {self._same[name]: b if (b := buffers[name]).device == device else b.to(device) for name in names}

@@ -24,7 +24,7 @@ from shardfn.stages.written import first_written, sums_of
 
 @contextlib.contextmanager
 def along_tensor(
-    region: ShardedModules | None, module: nn.Module, given: Sequence[Any], loose: ModulePart, params: Any
+    region: ShardedModules | None, module: nn.Module, arguments: Sequence[Any], loose: ModulePart, params: Any
 ) -> Iterator[Following | None]:
     """Binds axis names to the parameters' mesh for loose code that is cut by `tensor`, as inside stages."""
     if region is None:
@@ -33,7 +33,7 @@ def along_tensor(
     shards = flat_shards(params) if current_mesh() is None else []
     with (
         scope_of(shards[0].layout.grid, "the model") if shards else contextlib.nullcontext(),
-        region.entered(module.training, given, [*loose.own, *loose.shared], again=False) as followed,
+        region.entered(module.training, arguments, [*loose.own, *loose.shared], retrace=False) as followed,
     ):
         yield followed
 
@@ -57,13 +57,13 @@ def loose_in_place(
     adapters: Sequence[Any],
     buffers: Mapping[str, Tensor],
     changing: frozenset[str],
-    lent: set[int],
-    look: bool,
+    lent_ids: set[int],
+    compare_bytes: bool,
 ) -> Iterator[dict[str, Tensor]]:
     """A context with loose parameters and all buffers in their places; yields the buffers that changed.
 
-    With `look`, the bytes of parameters are compared as well, which shows writes that bypass autograd, through `.data`.
-    The ids of the values in the places are added to `lent`.
+    With `compare_bytes`, the bytes of parameters are compared as well, which shows writes that bypass autograd,
+    through `.data`. The ids of the values in the places are added to `lent_ids`.
 
     Raises:
         RuntimeError: a parameter was written to.
@@ -72,19 +72,19 @@ def loose_in_place(
     slots = [*loose.own, *loose.shared]
     versions = {key: x._version for key, x in values.items() if not x.is_inference()}
     memory = {key: memory_of(x) for key, x in values.items()}
-    values_before = {key: x.detach() for key, x in values.items()} if look else {}
+    values_before = {key: x.detach() for key, x in values.items()} if compare_bytes else {}
     sums = sums_of(values_before.values())
     with (
         adapting.placed(slots, [values[slot.key] for slot in slots], adapters) as pairs,
         buffers_in_place(loose, buffers, changing) as changed,
     ):
-        lent.update(id(value) for _, value in pairs)
+        lent_ids.update(id(value) for _, value in pairs)
         yield changed
         written = (slot for slot, value in pairs if left_in(loose, slot) is not value)
         stray = next((key for key, x in versions.items() if values[key]._version != x), None)
         stray = stray or next((key for key, x in memory.items() if memory_of(values[key]) != x), None)
-        if stray is None and (number := first_written([*values_before.values()], sums)) is not None:
-            stray = [*values_before][number]
+        if stray is None and (index := first_written([*values_before.values()], sums)) is not None:
+            stray = [*values_before][index]
         if (slot := next(written, None)) or stray:
             raise RuntimeError(
                 f"the module writes into its parameter {slot.key if slot else stray}, which would be lost: what is "
@@ -103,20 +103,20 @@ def buffers_in_place(
         RuntimeError: another buffer was changed.
     """
     changed: dict[str, Tensor] = {}
-    given = {key: x.clone() if key in changing else x for key, x in values.items()}
-    versions = {key: x._version for key, x in given.items() if key not in changing and not x.is_inference()}
-    memory = {key: memory_of(x) for key, x in given.items() if key not in changing}
-    with placed(part.buffers, [given[slot.key] for slot in part.buffers]):
+    copies = {key: x.clone() if key in changing else x for key, x in values.items()}
+    versions = {key: x._version for key, x in copies.items() if key not in changing and not x.is_inference()}
+    memory = {key: memory_of(x) for key, x in copies.items() if key not in changing}
+    with placed(part.buffers, [copies[slot.key] for slot in part.buffers]):
         yield changed
-        for holder, at, key in part.buffers:
-            now = holder[at]
+        for holder, attr, key in part.buffers:
+            current = holder[attr]
             if key in changing:
-                if key not in changed or now is not given[key]:  # a buffer may have several places
-                    changed[key] = now.detach()
+                if key not in changed or current is not copies[key]:  # a buffer may have several places
+                    changed[key] = current.detach()
             elif (
-                now is not given[key]
-                or now._version != versions.get(key, now._version)
-                or memory_of(now) != memory[key]
+                current is not copies[key]
+                or current._version != versions.get(key, current._version)
+                or memory_of(current) != memory[key]
             ):
                 raise RuntimeError(
                     f"{part.path or 'the module'} writes into its buffer {key}, which would be lost: pass "
@@ -133,18 +133,18 @@ def memory_of(x: Tensor) -> int:
 
 @contextlib.contextmanager
 def replaced(name: str, values: Mapping[nn.Module, Any]) -> Iterator[None]:
-    """A context in which modules have other values of an attribute; a parameter of that name stays where it is."""
+    """A context that sets an attribute of modules; a parameter of that name stays registered."""
     before: dict[nn.Module, Any] = {m: m.__dict__.get(name) for m in values}
     for m, value in values.items():
         m.__dict__[name] = value
     try:
         yield
     finally:
-        for m, own in before.items():
-            if own is None:
+        for m, previous in before.items():
+            if previous is None:
                 m.__dict__.pop(name, None)
             else:
-                m.__dict__[name] = own
+                m.__dict__[name] = previous
 
 
 def unasked(module: nn.Module) -> Callable[[], Any]:
@@ -198,12 +198,12 @@ class Adapting:
         flats = stage_shards(adapters) if is_stage(adapters) else []
         if flats and all(id(flat.layout) in self.known for flat in flats):
             return
-        like = described([flat.layout for flat in flats]) if flats else adapters
+        structure = described([flat.layout for flat in flats]) if flats else adapters
         where = self.part.path or "the module"
-        if not isinstance(like, Mapping):
-            raise ValueError(f"adapters: those of {where} are a dict by name, not of type {type(like).__name__}")
+        if not isinstance(structure, Mapping):
+            raise ValueError(f"adapters: those of {where} are a dict by name, not of type {type(structure).__name__}")
         for home in self.homes.values():
-            if misfit := _misfit(home, like):
+            if misfit := _misfit(home, structure):
                 name, problem = misfit
                 raise ValueError(
                     f"adapters: {joined(self.part.path, name)} is {problem}: are these adapters of another model?"
@@ -237,10 +237,11 @@ class Adapting:
                 other_places.append((slot, value))
                 continue
             name = joined(home.path, slot.at)
-            own: Any = adapters.get(name)
-            if isinstance(own, Tensor) or hasattr(own, "on"):
+            adapter: Any = adapters.get(name)
+            if isinstance(adapter, Tensor) or hasattr(adapter, "on"):
                 used.add(name)
-                pairs.append((slot, own if isinstance(own, Tensor) else own.on(value, home.module.training)))
+                adapted = adapter if isinstance(adapter, Tensor) else adapter.on(value, home.module.training)
+                pairs.append((slot, adapted))
             elif slot.at == "weight" and home.path in adapters:
                 used.add(home.path)
                 weights[home.module] = adapters[home.path].on(value, home.module.training)

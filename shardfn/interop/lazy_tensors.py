@@ -135,7 +135,7 @@ def _wrapped(x: Any) -> Assembled:
     return x if isinstance(x, Assembled) else lazy(x, "")
 
 
-def _at(numbers: Ints, dim: int, *new: int) -> Ints:
+def _with_sizes(numbers: Ints, dim: int, *new: int) -> Ints:
     """Replaces the entry of a dimension by others."""
     return (*numbers[:dim], *new, *numbers[dim + 1 :])
 
@@ -160,14 +160,16 @@ def _thicker(part: AssembledPart, dim: int) -> AssembledPart:
 def _cat(tensors: Sequence[Any], dim: int = 0) -> Assembled:
     inputs = [_wrapped(x) for x in tensors]
     dim %= inputs[0].ndim
-    if len({_at(x.shape, dim) for x in inputs}) > 1:
+    if len({_with_sizes(x.shape, dim) for x in inputs}) > 1:
         raise ValueError(f"tensors of different shapes cannot be joined along dimension {dim}: {_shapes(inputs)}")
     start, parts = 0, []
     for x in inputs:
-        corner = _at((0,) * x.ndim, dim, start)
+        corner = _with_sizes((0,) * x.ndim, dim, start)
         parts += [AssembledPart(part.box.moved(corner), part.values, part.origin) for part in x.parts]
         start += x.shape[dim]
-    return Assembled(_at(inputs[0].shape, dim, start), reduce(torch.promote_types, (x.dtype for x in inputs)), parts)
+    return Assembled(
+        _with_sizes(inputs[0].shape, dim, start), reduce(torch.promote_types, (x.dtype for x in inputs)), parts
+    )
 
 
 def _shapes(tensors: Sequence[Assembled]) -> str:
@@ -175,7 +177,7 @@ def _shapes(tensors: Sequence[Assembled]) -> str:
 
 
 def _narrow(x: Assembled, dim: int, start: int, length: int) -> Assembled:
-    box = Box(_at((0,) * x.ndim, dim, start), _at(x.shape, dim, length))
+    box = Box(_with_sizes((0,) * x.ndim, dim, start), _with_sizes(x.shape, dim, length))
     back = tuple(-n for n in box.offsets)
     parts = []
     for part in x.parts:
@@ -203,7 +205,9 @@ def _transpose(x: Assembled, dim0: int, dim1: int) -> Assembled:
 
 def _squeeze(x: Assembled, dim: int) -> Any:
     dim %= x.ndim
-    return x if x.shape[dim] != 1 else _rearranged(x, lambda numbers: _at(numbers, dim), lambda v: v.squeeze(dim))
+    return (
+        x if x.shape[dim] != 1 else _rearranged(x, lambda numbers: _with_sizes(numbers, dim), lambda v: v.squeeze(dim))
+    )
 
 
 def _rearranged(x: Assembled, numbers: Callable[[Ints], Ints], values: Callable[[Tensor], Tensor]) -> Assembled:

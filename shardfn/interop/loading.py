@@ -118,20 +118,20 @@ def load(
     frozen, specs = model.frozen if frozen is None else frozen, model.specs if specs is None else specs
     rules = Rules(mesh, strategy, None, frozen, specs, "global", filled=False)
     _check(model, source, as_stored, seed, mesh, sorted(grid.ranks))
-    team, what = team_of([grid]), f"load {folder if in_files(folder) else 'parameters'}"
+    group, task = team_of([grid]), f"load {folder if in_files(folder) else 'parameters'}"
     reads = source is None or source == rank
-    share = (team.rank, team.size) if source is None else (0, 1)
+    share = (group.rank, group.size) if source is None else (0, 1)
     with torch.no_grad():
-        plan = team.each(
-            what, lambda: _planned(folder, model, as_stored, strict, patterns(ignore), seed, share) if reads else None
+        plan = group.each(
+            task, lambda: _planned(folder, model, as_stored, strict, patterns(ignore), seed, share) if reads else None
         )
-        note = _shared_note(plan, team, what)
+        note = _shared_note(plan, group, task)
         tree = _with_packed(model.tree, note.packed)
         params = agreed(rules, "load", lambda: rules.map_stages(tree, rules.cut))
         if source is not None:
-            _send(params, model, note, _Sender(plan, mesh, source, team, what))
+            _send(params, model, note, _Sender(plan, mesh, source, group, task))
         elif plan is not None:
-            team.each(what, functools.partial(_read, params, model, plan))
+            group.each(task, functools.partial(_read, params, model, plan))
     if note.used is not None:
         conversions.loaded_by(model.module, note.used)
     if note.generation:
@@ -147,31 +147,31 @@ def _check(model: Functional, source: Any, as_stored: Any, seed: Any, mesh: Devi
         if source is not None and (type(source) is not int or source not in ranks):
             raise ValueError(f"load: source={source!r} is not a rank of the mesh, whose ranks are {ranks}")
         if type(as_stored) is not bool:
-            raise TypeError(f"load: as_stored={as_stored!r}; it is True or False")
+            raise TypeError(f"load: as_stored must be True or False, got {as_stored!r}")
         if type(seed) is not int:
-            raise TypeError(f"load: seed={seed!r}; it is an int")
+            raise TypeError(f"load: seed must be an int, got {seed!r}")
     agree([f"source={source}"], mesh, "load", subject=_SOURCE)
     agree([f"seed={seed}"], mesh, "load", subject=_SEED)
     few = [f"{name} in {x.meant}" for name, x in leaves_by_path(model.tree, is_packed).items() if is_packed(x)]
     agree(few or ["nothing"], mesh, "load", subject=_FEW)
 
 
-def _shared_note(plan: _LoadPlan | None, team: RankGroup, what: str) -> _Note:
+def _shared_note(plan: _LoadPlan | None, group: RankGroup, task: str) -> _Note:
     """Shares the note of the ranks that read with all ranks.
 
     Raises:
         CheckpointError: they read different things.
     """
-    notes = [note for note in team.gathered(None if plan is None else plan.note, what) if note is not None]
+    notes = [note for note in group.gathered(None if plan is None else plan.note, task) if note is not None]
     if any(note != notes[0] for note in notes):
-        raise CheckpointError(f"{what}: what is read differs between ranks; source=0 loads what one of them has")
-    if notes[0].said and team.rank == 0:
-        _log.warning("%s, not strict: %s", what, notes[0].said)
+        raise CheckpointError(f"{task}: what is read differs between ranks; source=0 loads what one of them has")
+    if notes[0].said and group.rank == 0:
+        _log.warning("%s, not strict: %s", task, notes[0].said)
     return notes[0]
 
 
 class _Note(NamedTuple):
-    """What all ranks must know about a load.
+    """Facts about a load that all ranks need.
 
     Attributes:
         buffers: names of the buffers to write.
@@ -191,7 +191,7 @@ class _Note(NamedTuple):
 
 
 class _LoadPlan(NamedTuple):
-    """What to read.
+    """The values to read, and their release.
 
     Attributes:
         values: of parameters and buffers, by the tree's names.
@@ -223,54 +223,57 @@ def _planned(
     Raises:
         CheckpointError: something is missing, extra, or does not fit.
     """
-    (tensors, strange, forget, identity), state_dict = tensors_of(folder, share), model.module.state_dict()
+    (tensors, unsupported, clear_cache, identity), state_dict = tensors_of(folder, share), model.module.state_dict()
     first: dict[int, str] = {}  # name of each buffer, which may have several
     names = {**model.names, **{name: first.setdefault(id(b), name) for name, b in model.buffers.items()}}
     buffers = {names[name]: b for name, b in model.buffers.items() if name in state_dict}
-    wanted = {**leaves_by_path(model.tree, is_packed), **buffers}
-    of_module = {name for name in names if names[name] in wanted}
-    by_module_name = _found(folder, model, coded.stored(tensors), of_module)
-    values, others = _by_name(coded.upright(by_module_name.values, model.module), names)
-    wrong = [f"{name} is {what}" for name, what in strange.items() if name in wanted]
+    expected = {**leaves_by_path(model.tree, is_packed), **buffers}
+    of_module = {name for name in names if names[name] in expected}
+    by_module_name = _named_by_module(folder, model, coded.stored(tensors), of_module)
+    values, tied_values = _by_name(coded.upright(by_module_name.values, model.module), names)
+    wrong = [f"{name} is {kind}" for name, kind in unsupported.items() if name in expected]
     if wrong:
         raise CheckpointError(f"not a dense tensor there: {listed(wrong, 4)}")
-    differences = _compared(values, others, wanted)
-    extra = [*by_module_name.extra, *strange]
+    differences = _compared(values, tied_values, expected)
+    extra = [*by_module_name.extra, *unsupported]
     differences.extra = [name for name in extra if not any(rule.fullmatch(name) for rule in ignore)]
-    grown = [] if strict else _vocabularies(model, differences, values, wanted)
+    grown = [] if strict else _vocabularies(model, differences, values, expected)
     empty = [name for name, b in model.buffers.items() if b.is_meta and names[name] not in values]
-    new = [name for name in differences.missing if wanted[name].is_meta and name not in empty]
+    new = [name for name in differences.missing if expected[name].is_meta and name not in empty]
     stored_formats = coded.kept(values) if as_stored else {}
-    wanted |= leaves_by_path(_with_packed(model.tree, stored_formats), is_packed)
-    packed = {name: x for name, x in wanted.items() if isinstance(x, Packed)}
-    told = _reported(differences, model) if strict else Differences(shapes=differences.shapes, kinds=differences.kinds)
-    if told or empty:
+    expected |= leaves_by_path(_with_packed(model.tree, stored_formats), is_packed)
+    packed = {name: x for name, x in expected.items() if isinstance(x, Packed)}
+    fatal = Differences(shapes=differences.shapes, kinds=differences.kinds)
+    reported = _reported(differences, model) if strict else fatal
+    if reported or empty:
         advice = coded.hint(folder) if in_files(folder) else ""
-        unknown = [name for name in new if name in told.missing]
-        message = _complaint(told, unknown, empty, "" if values else part_with(told.missing, tensors))
+        unknown = [name for name in new if name in reported.missing]
+        message = _complaint(reported, unknown, empty, "" if values else part_with(reported.missing, tensors))
         raise CheckpointError(f"{message}. {advice}" if advice else message)
     coded.refuse_twice(values, {name: x.format for name, x in packed.items()})
-    begins = [*new, *(name for name in grown if wanted[name].is_meta)]
+    begins = [*new, *(name for name in grown if expected[name].is_meta)]
     initial = _initialised(
-        model, {name: TensorType(wanted[name].dtype, tuple(wanted[name].shape)) for name in begins}, seed
+        model, {name: TensorType(expected[name].dtype, tuple(expected[name].shape)) for name in begins}, seed
     )
-    initial |= {name: lazy(wanted[name].detach(), "") for name in grown if name not in initial}
+    initial |= {name: lazy(expected[name].detach(), "") for name in grown if name not in initial}
     values |= {name: _with_rows(values[name], x) if name in grown else x for name, x in initial.items()}
-    values, others = _encoded(values, others, packed)
+    values, tied_values = _encoded(values, tied_values, packed)
     kept_here = [name for name in differences.missing if name not in new]
-    here = {name: packed[name].values if name in packed else wanted[name].detach() for name in kept_here}
-    values |= {name: lazy(x, name) for name, x in here.items()}
+    module_values = {name: packed[name].values if name in packed else expected[name].detach() for name in kept_here}
+    values |= {name: lazy(x, name) for name, x in module_values.items()}
     used = set(tensors) - set(by_module_name.extra)
-    local = here | {name: wanted[name].detach() for name in grown if not wanted[name].is_meta}
+    local = module_values | {name: expected[name].detach() for name in grown if not expected[name].is_meta}
     crc = fingerprint(tensors, used, values=not in_files(folder)), fingerprint(local, local)
     message = "" if strict else _warning(new, kept_here, differences.extra, grown)
     generation = conversions.generation_settings(model.module, Path(folder)) if in_files(folder) else ""
     note = _Note(tuple(buffers), by_module_name.used, stored_formats, generation, message, (*crc, identity))
-    forget()
-    return _LoadPlan(values, others, note, forget)
+    clear_cache()
+    return _LoadPlan(values, tied_values, note, clear_cache)
 
 
-def _found(folder: Any, model: Functional, stored: dict[str, Assembled], of_module: set[str]) -> conversions.Converted:
+def _named_by_module(
+    folder: Any, model: Functional, stored: dict[str, Assembled], of_module: set[str]
+) -> conversions.Converted:
     """The tensors under the module's names."""
     if in_files(folder) and conversions.of_transformers(model.module):
         return conversions.converted(model.module, stored, of_module)
@@ -283,31 +286,31 @@ def _by_name(
 ) -> tuple[dict[str, Assembled], dict[str, dict[str, Assembled]]]:
     """One tensor for each parameter, by the tree's name, and separately those under further names of tied ones."""
     values_by_key: dict[str, Assembled] = {}
-    others: dict[str, dict[str, Assembled]] = {}
+    tied_values: dict[str, dict[str, Assembled]] = {}
     for name in sorted(values, key=lambda name: names.get(name, name) != name):  # the tree's own names first
         key = names.get(name, name)
         if key in values_by_key:
-            others.setdefault(key, {})[name] = values[name]
+            tied_values.setdefault(key, {})[name] = values[name]
         else:
             values_by_key[key] = values[name]
-    return values_by_key, others
+    return values_by_key, tied_values
 
 
 def _compared(
-    values: Mapping[str, Assembled], others: Mapping[str, Mapping[str, Assembled]], wanted: Mapping[str, Any]
+    values: Mapping[str, Assembled], tied_values: Mapping[str, Mapping[str, Assembled]], expected: Mapping[str, Any]
 ) -> Differences:
-    differences = Differences(missing=[name for name in wanted if name not in values])
+    differences = Differences(missing=[name for name in expected if name not in values])
     for key, x in values.items():
-        ours = TensorType(wanted[key].dtype, tuple(wanted[key].shape))
-        for name, stored in {key: x, **others.get(key, {})}.items():
-            theirs = TensorType(stored.dtype, stored.shape)
-            if theirs.shape != ours.shape:
-                differences.shapes[name] = str(theirs), str(ours)
+        model_type = TensorType(expected[key].dtype, tuple(expected[key].shape))
+        for name, stored in {key: x, **tied_values.get(key, {})}.items():
+            stored_type = TensorType(stored.dtype, stored.shape)
+            if stored_type.shape != model_type.shape:
+                differences.shapes[name] = str(stored_type), str(model_type)
                 continue
-            a, b = theirs.dtype, ours.dtype
+            a, b = stored_type.dtype, model_type.dtype
             floats = a.is_floating_point and b.is_floating_point and a.itemsize > 1  # 8-bit floats come with scales
             if not (a == b or floats or (a.is_complex and b.is_complex)):
-                differences.kinds[name] = str(theirs), str(ours)
+                differences.kinds[name] = str(stored_type), str(model_type)
     return differences
 
 
@@ -337,19 +340,19 @@ def _initialised(model: Functional, new: Mapping[str, TensorType], seed: int) ->
 
 
 def _vocabularies(
-    model: Functional, differences: Differences, values: Mapping[str, Assembled], wanted: Mapping[str, Any]
+    model: Functional, differences: Differences, values: Mapping[str, Assembled], expected: Mapping[str, Any]
 ) -> list[str]:
     """The embeddings and output layers that have more rows than in the files, which are no difference then."""
     owners = conversions.vocabularies(model.module) if differences.shapes else []
-    own = {id(p) for m in owners for p in m._parameters.values()}
-    names = {model.names[path] for path, p in model.module.named_parameters() if id(p) in own}
+    vocabulary_ids = {id(p) for m in owners for p in m._parameters.values()}
+    names = {model.names[path] for path, p in model.module.named_parameters() if id(p) in vocabulary_ids}
     grown = [
         name
         for name in differences.shapes
         if name in names
-        and not isinstance(wanted[name], Packed)
-        and values[name].shape[1:] == tuple(wanted[name].shape[1:])
-        and values[name].shape[0] < wanted[name].shape[0]
+        and not isinstance(expected[name], Packed)
+        and values[name].shape[1:] == tuple(expected[name].shape[1:])
+        and values[name].shape[0] < expected[name].shape[0]
     ]
     for name in grown:
         del differences.shapes[name]
@@ -368,11 +371,11 @@ def _with_rows(first: Assembled, initial: Assembled) -> Assembled:
     return Computed(shape, initial.dtype, make, rounded=False)
 
 
-def _warning(new: Sequence[str], kept: Sequence[str], extra: Sequence[str], grown: Sequence[str]) -> str:
+def _warning(new: Sequence[str], missing: Sequence[str], extra: Sequence[str], grown: Sequence[str]) -> str:
     """The warning of a load that is not strict."""
     groups = (
         (new, "begin as their classes let them begin, and are to be trained before the model is used"),
-        (kept, "are missing in the checkpoint, and stay as the module has them"),
+        (missing, "are missing in the checkpoint, and stay as the module has them"),
         (extra, "are in the checkpoint, but not in the model"),
         (grown, "have more rows than in the checkpoint, and the new ones are to be trained"),
     )
@@ -400,9 +403,9 @@ def _complaint(differ: Differences, unknown: list[str], empty: list[str], prefix
 
 
 def _encoded(
-    values: dict[str, Assembled], others: dict[str, dict[str, Assembled]], packed: Mapping[str, Packed]
+    values: dict[str, Assembled], tied_values: dict[str, dict[str, Assembled]], packed: Mapping[str, Packed]
 ) -> tuple[dict[str, Assembled], dict[str, dict[str, Assembled]]]:
-    """The same values, with those that are kept in few bits as bytes, encoded when needed, one at a time."""
+    """The values, with those that stay quantized as bytes, encoded on demand, one at a time."""
 
     @functools.lru_cache(maxsize=1)
     def content(x: Assembled, name: str) -> Assembled:
@@ -419,7 +422,7 @@ def _encoded(
             return x
         return Computed((packed[name].nbytes,), torch.uint8, functools.partial(content, x, name))
 
-    tied = {name: {alias: instead(x, name) for alias, x in aliases.items()} for name, aliases in others.items()}
+    tied = {name: {alias: instead(x, name) for alias, x in aliases.items()} for name, aliases in tied_values.items()}
     return {name: instead(x, name) for name, x in values.items()}, tied
 
 
@@ -436,7 +439,7 @@ def _with_packed(tree: Any, formats: Mapping[str, Format]) -> Any:
 # --- from there to here ---
 
 
-def _kept(params: Any) -> Iterator[tuple[Layout, dict[str, list[LocalBox]]]]:
+def _local_boxes(params: Any) -> Iterator[tuple[Layout, dict[str, list[LocalBox]]]]:
     """Yields the boxes of parameters that this rank keeps, one flat shard after another, by parameter."""
     rank = process_groups.global_rank()
     for flat in optree.tree_leaves(params, is_leaf=is_flat):
@@ -450,7 +453,7 @@ def _kept(params: Any) -> Iterator[tuple[Layout, dict[str, list[LocalBox]]]]:
 
 
 def _read(params: Any, model: Functional, plan: _LoadPlan) -> None:
-    for _, boxes in _kept(params):
+    for _, boxes in _local_boxes(params):
         for local in (local for part_boxes in boxes.values() for local in part_boxes):
             _filled(plan, local.name, local.box, local.values)
     for name in plan.note.buffers:
@@ -467,9 +470,9 @@ def _filled(plan: _LoadPlan, name: str, box: Box, target: Tensor) -> None:
     with copying.filling(target) as values:
         plan.values[name].fill(box, values)
         for alias, other in plan.others.get(name, {}).items():
-            again = torch.empty_like(values)
-            other.fill(box, again)
-            if not torch.equal(_bits(again), _bits(values)):
+            other_values = torch.empty_like(values)
+            other.fill(box, other_values)
+            if not torch.equal(_bits(other_values), _bits(values)):
                 raise CheckpointError(
                     f"{name} and {alias} are one {'buffer' if name in plan.note.buffers else 'parameter'} of the "
                     f"module, but have different values there: make a module in which they are not tied, such as by "
@@ -492,10 +495,10 @@ def _buffer(model: Functional, name: str) -> Tensor:
 
 
 class _Sender:
-    """Broadcasts what one rank reads; after an error it goes on until the next `compare`, so no rank waits in vain."""
+    """Broadcasts the values that one rank reads; after an error it continues until the next `compare`."""
 
-    def __init__(self, plan: _LoadPlan | None, mesh: DeviceMesh, source: int, team: RankGroup, what: str) -> None:
-        self.plan, self.source, self.team, self.what, self.device = plan, source, team, what, device_of(mesh)
+    def __init__(self, plan: _LoadPlan | None, mesh: DeviceMesh, source: int, group: RankGroup, task: str) -> None:
+        self.plan, self.source, self.team, self.what, self.device = plan, source, group, task, device_of(mesh)
         self.axis = axis_of(mesh, tuple(sizes(mesh)), "load")
         self.failed: Exception | None = None
 
@@ -523,11 +526,11 @@ class _Sender:
 
 def _send(params: Any, model: Functional, note: _Note, sender: _Sender) -> None:
     """Sends what one rank reads to all ranks, which keep their parts."""
-    for layout, boxes in _kept(params):
-        for number, entry in enumerate(layout.entries):
-            shape = layout.whole_shape(number)
-            most, row = STEP // layout.dtype.itemsize, math.prod(shape[1:])
-            for box in steps(whole(shape), most - most % row if 0 < row < most else most):  # whole rows, if short
+    for layout, boxes in _local_boxes(params):
+        for index, entry in enumerate(layout.entries):
+            shape = layout.whole_shape(index)
+            limit, row = STEP // layout.dtype.itemsize, math.prod(shape[1:])
+            for box in steps(whole(shape), limit - limit % row if 0 < row < limit else limit):  # whole rows, if short
                 if box.numel == 0:
                     continue
                 values = torch.empty(box.sizes, dtype=layout.dtype, device=sender.device)

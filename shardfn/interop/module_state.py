@@ -1,4 +1,4 @@
-"""Saves and restores what a layer's forward reads or changes besides its arguments: attributes, Python's random state.
+"""Saves and restores the hidden inputs of a layer's forward: attributes and Python's random state.
 
 A stage may run its function again, for its gradient, after these have changed; and a failed call must undo its changes.
 """
@@ -46,13 +46,13 @@ class Attributes:
 
     def now(self) -> Before:
         """The present state, at the beginning of a call of the stage."""
-        training = tuple([own["training"] for own in self.owners])
+        training = tuple([attrs["training"] for attrs in self.owners])
         if training in self.looked:
             return Before(self, training, self.changed, self.drawn)
         places = [
-            Attribute(own, name)
-            for own in self.owners
-            for name, value in own.items()
+            Attribute(attrs, name)
+            for attrs in self.owners
+            for name, value in attrs.items()
             if name not in _OF_TORCH and _is_restorable(value)
         ]
         return Before(self, training, places, _sources())
@@ -61,15 +61,15 @@ class Attributes:
 @contextlib.contextmanager
 def undone(attributes: Attributes) -> Iterator[None]:
     """A context that restores attributes if its block fails, including the contents of containers and tensors."""
-    before, owned = attributes.now(), [dict(own) for own in attributes.owners]
-    filled = [(x, copy.copy(x)) for own in owned for x in _filled(own)]
+    before, owned = attributes.now(), [dict(attrs) for attrs in attributes.owners]
+    filled = [(x, copy.copy(x)) for attrs in owned for x in _filled(attrs)]
     try:
-        with before.again():
+        with before.restoring():
             yield
     except BaseException:
-        for own, values in zip(attributes.owners, owned, strict=True):
-            own.clear()
-            own.update(values)
+        for attrs, values in zip(attributes.owners, owned, strict=True):
+            attrs.clear()
+            attrs.update(values)
         _refill([*filled, *before.contents])
         before.refill_tensors()
         raise
@@ -83,27 +83,27 @@ class Before:
     """
 
     def __init__(
-        self, of: Attributes, training: tuple[bool, ...], places: list[Attribute], sources: list[RandomSource]
+        self, attributes: Attributes, training: tuple[bool, ...], places: list[Attribute], sources: list[RandomSource]
     ) -> None:
-        self.of, self.training, self.places, self.sources = of, training, places, sources
-        self.values = [_copied(own.get(name), rebound) for own, name, rebound in places]
+        self.of, self.training, self.places, self.sources = attributes, training, places, sources
+        self.values = [_copied(attrs.get(name), rebound) for attrs, name, rebound in places]
         self.contents = _contents(self.values)
         self.states = [source.get() for source in sources]
-        self.marks = [] if training in of.looked else [_mark(own[name]) for own, name, _ in places]
+        self.marks = [] if training in attributes.looked else [_mark(attrs[name]) for attrs, name, _ in places]
         self.ran = False
 
     @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
+    def restoring(self) -> Iterator[None]:
         """A context in which the stage's function runs on this state."""
         if not self.ran:
             self.ran = True
             yield
             if self.training not in self.of.looked:
-                self._look()
+                self._record_changes()
             return
-        places = [*(Attribute(own, "training") for own in self.of.owners), *self.places]
-        kept = [own.get(name) for own, name, _ in places]
-        contents = _contents([*kept, *self.values])
+        places = [*(Attribute(attrs, "training") for attrs in self.of.owners), *self.places]
+        previous = [attrs.get(name) for attrs, name, _ in places]
+        contents = _contents([*previous, *self.values])
         states = [source.get() for source in self.sources]
         values = [_copied(x, place.rebound) for place, x in zip(self.places, self.values, strict=True)]
         _put(places, [*self.training, *values], self.contents)
@@ -111,24 +111,24 @@ class Before:
         try:
             yield
         finally:
-            _put(places, kept, contents)
+            _put(places, previous, contents)
             _draw_from(self.sources, states)
 
     def refill_tensors(self) -> None:
         """Restores the values of tensors that forward writes into."""
-        for (own, name, rebound), value in zip(self.places, self.values, strict=True):
+        for (attrs, name, rebound), value in zip(self.places, self.values, strict=True):
             if isinstance(value, Tensor) and not rebound:
                 with torch.no_grad():
-                    own[name].copy_(value)
+                    attrs[name].copy_(value)
 
-    def _look(self) -> None:
+    def _record_changes(self) -> None:
         """Records what the first run in this mode changed."""
         changed = [
             place._replace(rebound=place.own.get(place.name) is not mark[0])
             for place, mark in zip(self.places, self.marks, strict=True)
             if _differs(place, mark)
         ]
-        recorded = {(id(own), name) for own, name, _ in self.of.changed}
+        recorded = {(id(attrs), name) for attrs, name, _ in self.of.changed}
         self.of.changed = [*self.of.changed, *(new for new in changed if (id(new.own), new.name) not in recorded)]
         sources = [s for s, state in zip(self.sources, self.states, strict=True) if str(s.get()) != str(state)]
         self.of.drawn = [*self.of.drawn, *(s for s in sources if s not in self.of.drawn)]
@@ -156,7 +156,7 @@ def _is_restorable(x: Any) -> bool:
 
 
 def _copied(x: Any, rebound: bool) -> Any:
-    """A tensor that later writes by the module do not change; other values as they are."""
+    """A copy of a tensor that later writes by the module do not change; anything else unchanged."""
     if isinstance(x, Tensor) and _is_restorable(x):
         return x.detach() if rebound else x.detach().clone()
     return x
@@ -173,10 +173,10 @@ def _contents(values: Iterable[Any]) -> list[tuple[Any, Any]]:
     return list(copies.values())
 
 
-def _filled(own: dict[str, Any]) -> list[Any]:
+def _filled(attrs: dict[str, Any]) -> list[Any]:
     """The containers among a module's attributes that forward may fill; hooks belong to torch and are left out."""
-    values = [own[name] for name in own.keys() - _OF_TORCH]
-    return [own[name] for name in OF_TORCH] + [x for x in values if type(x) in _CONTAINERS]
+    values = [attrs[name] for name in attrs.keys() - _OF_TORCH]
+    return [attrs[name] for name in OF_TORCH] + [x for x in values if type(x) in _CONTAINERS]
 
 
 def _refill(contents: Iterable[tuple[Any, Any]]) -> None:
@@ -187,18 +187,18 @@ def _refill(contents: Iterable[tuple[Any, Any]]) -> None:
 
 
 def _mark(x: Any) -> Any:
-    """What to compare with later, to notice a change."""
+    """A snapshot to compare with later, to notice a change."""
     if isinstance(x, Tensor):
         return x, x._version
     return x, _contents([x])
 
 
 def _differs(place: Attribute, mark: Any) -> bool:
-    now, (before, state) = place.own.get(place.name), mark
-    if now is not before:
+    current, (before, state) = place.own.get(place.name), mark
+    if current is not before:
         return True
-    if isinstance(now, Tensor):
-        return now._version != state
+    if isinstance(current, Tensor):
+        return current._version != state
     return not all(_same_items(x, values) for x, values in state)
 
 
@@ -208,8 +208,8 @@ def _same_items(first: Any, second: Any) -> bool:
 
 
 def _put(places: list[Attribute], values: list[Any], contents: list[tuple[Any, Any]]) -> None:
-    for (own, name, _), value in zip(places, values, strict=True):
-        own[name] = value
+    for (attrs, name, _), value in zip(places, values, strict=True):
+        attrs[name] = value
     _refill(contents)
 
 

@@ -17,7 +17,7 @@ def _collector() -> Any:
     return getattr(module, "_active_collector", None)
 
 
-def wanted() -> tuple[str, ...]:
+def requested_names() -> tuple[str, ...]:
     """The keys being recorded; an argument of a stage, since it may run again when nothing is recorded."""
     collector = _collector()
     active = collector.get() if collector is not None else None

@@ -29,7 +29,7 @@ LOOSE = ""
 
 @dataclass
 class Anatomy:
-    """What was taken out of a module, which is a shell now.
+    """The parameters and buffers taken out of a module, which is a shell now.
 
     Attributes:
         tree: stage path -> name -> value; a parameter that several stages read is at the top level, under its full
@@ -230,9 +230,9 @@ def boundaries(
     chosen: dict[str, nn.Module] = {}
 
     def eligible(path: str, m: nn.Module) -> bool:
-        held = [name for name, _ in m.named_parameters(path)]
+        param_names = [name for name, _ in m.named_parameters(path)]
         called = type(m).forward is not nn.Module.forward and not isinstance(m, _CONTAINERS)
-        return bool(path and held and called and not all(map(loose, held)))
+        return bool(path and param_names and called and not all(map(loose, param_names)))
 
     def choose(path: str, m: nn.Module, chooses: Callable[[str, nn.Module], bool]) -> None:
         """Chooses the outermost among a module and those inside."""
@@ -251,8 +251,8 @@ def boundaries(
     once = {id(m): path for path, m in reversed(chosen.items())}
     inside = {id(part) for m in chosen.values() for part in m.modules() if part is not m}
     names = [name for name, _ in module.named_modules(remove_duplicate=False)]
-    apart = {path for path, m in chosen.items() if once[id(m)] == path and id(m) not in inside}
-    return {path: chosen[path] for path in names if path in apart}
+    outermost = {path for path, m in chosen.items() if once[id(m)] == path and id(m) not in inside}
+    return {path: chosen[path] for path in names if path in outermost}
 
 
 def _takes_lists(m: nn.Module) -> bool:
@@ -292,8 +292,8 @@ def _named(
 ) -> Callable[[str, nn.Module], bool]:
     if callable(stages) and not isinstance(stages, type):
         return lambda path, m: bool(stages(path, m))
-    wanted = [stages] if isinstance(stages, (str, type)) else list(stages)
-    for item in wanted:
+    choices = [stages] if isinstance(stages, (str, type)) else list(stages)
+    for item in choices:
         if not isinstance(item, (str, type)):
             raise TypeError(
                 f"functional: stages={stages!r}; it is names of classes, classes, regular expressions of paths, or a "
@@ -306,7 +306,7 @@ def _named(
         return type(m).__name__ == item or re.fullmatch(item, path) is not None
 
     modules = list(module.named_modules(remove_duplicate=False))
-    for item in wanted:
+    for item in choices:
         if not any(matches(item, path, m) for path, m in modules):
             classes = listed(dict.fromkeys(type(m).__name__ for _, m in modules if any(True for _ in m.parameters())))
             raise ValueError(f"functional: stages: nothing is or matches {item!r}; the module has {classes}")
@@ -316,4 +316,4 @@ def _named(
                 f"functional: stages: {item!r} must match layers, got {path or 'the whole module'} "
                 f"({type(m).__name__}): a stage is a module inside, with parameters that are not loose and a forward"
             )
-    return lambda path, m: any(matches(item, path, m) for item in wanted)
+    return lambda path, m: any(matches(item, path, m) for item in choices)

@@ -90,9 +90,11 @@ class Placeholder(nn.Parameter):
                 return self if value is self else value.detach()  # state_dict() asks, for names and shapes
             with torch._C.DisableTorchFunctionSubclass():
                 if func == _DTYPE:
-                    own = func(self)
-                    return self.place.dtype if self.place.dtype is not None and own.is_floating_point else own
-                if func == _GRADIENT or (func == Tensor.requires_grad_ and _asked(args, kwargs) != self.requires_grad):
+                    dtype = func(self)
+                    return self.place.dtype if self.place.dtype is not None and dtype.is_floating_point else dtype
+                if func == _GRADIENT or (
+                    func == Tensor.requires_grad_ and _grad_argument(args, kwargs) != self.requires_grad
+                ):
                     raise RuntimeError(self._settled(func))
                 if func in _KNOWN:
                     return func(*args, **(kwargs or {}))
@@ -159,11 +161,11 @@ def given_as_it_is(path: str) -> str:
 
 
 def revealed(x: Any) -> Any:
-    """The value of a placeholder that is read outside of its stage, if the call can gather it; others as they are."""
+    """The value of a placeholder read outside its stage, if the call can gather it; else `x`."""
     return x.place.running.now.reveal(x) if isinstance(x, Placeholder) and x.place.reveals() else x
 
 
-def _asked(args: Any, kwargs: Any) -> bool:
+def _grad_argument(args: Any, kwargs: Any) -> bool:
     """The argument of a call of `requires_grad_`."""
     return bool(args[1] if len(args) > 1 else (kwargs or {}).get("requires_grad", True))
 
@@ -179,12 +181,12 @@ def placeholder(parameter: Tensor, path: str, owner: str, place: ShellPlacement)
     """
     if dispatch.fake(parameter):  # of a pretended device, whose attributes are those of its mode
         with dispatch.outside_modes():
-            meta, given = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), dict[str, Any]()
+            meta, attributes = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), dict[str, Any]()
     else:
-        meta, given = torch.empty_like(parameter, device="meta"), dict(vars(parameter))
+        meta, attributes = torch.empty_like(parameter, device="meta"), dict(vars(parameter))
     result = Placeholder(meta, requires_grad=parameter.requires_grad)
-    vars(result).update(given)
-    result.path, result.owner, result.place, result.given = path, owner, place, given
+    vars(result).update(attributes)
+    result.path, result.owner, result.place, result.given = path, owner, place, attributes
     return result
 
 
@@ -228,16 +230,16 @@ class ModulePart:
 @contextlib.contextmanager
 def placed(slots: Sequence[Slot], values: Sequence[Any]) -> Iterator[None]:
     """A context with values in their places, carrying the attributes that were set on the parameters."""
-    before = [holder[at] for holder, at, _ in slots]
-    for (holder, at, _), value, replaced in zip(slots, values, before, strict=True):
+    before = [holder[attr] for holder, attr, _ in slots]
+    for (holder, attr, _), value, replaced in zip(slots, values, before, strict=True):
         if type(replaced) is Placeholder and replaced.given:
             vars(value).update(replaced.given)
-        holder[at] = value
+        holder[attr] = value
     try:
         yield
     finally:
-        for (holder, at, _), value in zip(slots, before, strict=True):
-            holder[at] = value
+        for (holder, attr, _), value in zip(slots, before, strict=True):
+            holder[attr] = value
 
 
 def left_in(part: ModulePart, slot: Slot) -> Any:

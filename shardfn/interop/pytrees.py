@@ -39,7 +39,7 @@ class Forms:
 
     def flatten(self, tree: Any) -> tuple[tuple[Any, ...], int]:
         """The leaves, and the number of the structure."""
-        keep = _whole_or_cache if _caches_are_nodes(len(_pytree.SUPPORTED_NODES)) else _whole
+        keep = _whole_or_cache if _caches_are_nodes(len(_pytree.SUPPORTED_NODES)) else _is_torch_size
         leaves, spec = _pytree.tree_flatten(tree, is_leaf=keep)
         if any(map(_is_record, leaves)):
             leaves, spec = _pytree.tree_flatten(_unpacked(tree), is_leaf=keep)
@@ -68,13 +68,13 @@ def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
     return forms.unflatten([function(x) for x in leaves], form)
 
 
-def _whole(x: Any) -> bool:
+def _is_torch_size(x: Any) -> bool:
     """Whether a value must be a leaf because torch's registry would turn it into a plain tuple."""
     return type(x) is torch.Size
 
 
 def _whole_or_cache(x: Any) -> bool:
-    return _whole(x) or is_cache(x)
+    return _is_torch_size(x) or is_cache(x)
 
 
 def is_cache(x: Any) -> bool:
@@ -91,7 +91,7 @@ def _caches_are_nodes(nodes: int) -> bool:
 def _is_record(x: Any) -> bool:
     """Whether a leaf of torch's registry is a dataclass or a tuple subclass."""
     if isinstance(x, tuple):
-        return not _whole(x) and not optree.is_structseq(x)
+        return not _is_torch_size(x) and not optree.is_structseq(x)
     return dataclasses.is_dataclass(x) and not isinstance(x, type) and not is_cache(x)
 
 

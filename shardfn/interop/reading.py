@@ -74,10 +74,10 @@ def tensors_of(source: Any, share: tuple[int, int] = (0, 1)) -> Tensors:
             raise CheckpointError(f"{path} does not exist here{hub if _NAMED.fullmatch(str(path)) else ''}")
         reader = FileReader(model_path, share)
         reader.check()
-        others = {**{name: f"the value {x!r}" for name, x in reader.source.numbers.items()}, **reader.source.others}
+        unsupported = {name: f"the value {x!r}" for name, x in reader.source.numbers.items()} | reader.source.others
         inner = any(name.startswith(INNER) for name in reader.tensors)  # as trainers save it, beside other state
-        values, others = (_part(reader.tensors), _part(others)) if inner else (reader.tensors, others)
-        return Tensors(values, others, reader.forget, zlib.crc32(reader.identity().encode()))
+        values, unsupported = (_part(reader.tensors), _part(unsupported)) if inner else (reader.tensors, unsupported)
+        return Tensors(values, unsupported, reader.forget, zlib.crc32(reader.identity().encode()))
     if isinstance(source, Functional):
         state_dict = source.module.state_dict()
         source = {**source.tree, **{name: b for name, b in source.buffers.items() if name in state_dict}}

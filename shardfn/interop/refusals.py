@@ -66,12 +66,12 @@ def tensors_in(*values: Any, objects: bool = False) -> Iterator[Tensor]:
         values: anything.
         objects: whether to follow attributes of objects of any class.
     """
-    pending, seen = list(values), set[int]()
-    while pending and len(seen) < _MOST:
+    pending, visited = list(values), set[int]()
+    while pending and len(visited) < _MOST:
         value = pending.pop()
-        if id(value) in seen or isinstance(value, _PLAIN):
+        if id(value) in visited or isinstance(value, _PLAIN):
             continue
-        seen.add(id(value))
+        visited.add(id(value))
         if isinstance(value, Tensor):
             yield value
         else:
@@ -106,11 +106,11 @@ def refuse_shared_memory(module: nn.Module, named: Sequence[tuple[str, Tensor]])
     for name, p in named:
         if parameters[id(p)] == name and p.layout is torch.strided:
             owners.setdefault(storage_of(p), []).append((name, p))
-    others = list(module.named_buffers())
+    candidates = list(module.named_buffers())
     for path, m in module.named_modules():
-        held = {at: x for at, x in vars(m).items() if at not in OF_TORCH}
-        others += [(joined(path, at), t) for at, x in held.items() for t in tensors_in(x) if t.grad_fn is None]
-    for name, x in others:
+        attrs = {attr: x for attr, x in vars(m).items() if attr not in OF_TORCH}
+        candidates += [(joined(path, attr), t) for attr, x in attrs.items() for t in tensors_in(x) if t.grad_fn is None]
+    for name, x in candidates:
         if x.layout is torch.strided and id(x) not in parameters and storage_of(x) in owners:
             owners[storage_of(x)].append((name, x))
     for sharing in owners.values():
@@ -134,9 +134,9 @@ def _overlap(x: Tensor, y: Tensor) -> bool:
     if x.dtype != y.dtype:
         return True
     begin, width = min(low, start), x.element_size()
-    taken = torch.zeros((max(high, stop) - begin) // width, dtype=torch.bool, device="cpu")
-    taken.as_strided(x.shape, x.stride(), (low - begin) // width).fill_(True)
-    return bool(taken.as_strided(y.shape, y.stride(), (start - begin) // width).any())
+    occupied = torch.zeros((max(high, stop) - begin) // width, dtype=torch.bool, device="cpu")
+    occupied.as_strided(x.shape, x.stride(), (low - begin) // width).fill_(True)
+    return bool(occupied.as_strided(y.shape, y.stride(), (start - begin) // width).any())
 
 
 def _extent(x: Tensor) -> tuple[int, int]:
@@ -249,9 +249,9 @@ def refuse_again(path: str) -> None:
         )
 
 
-def refuse_router_loss(module: nn.Module, out: Any, given: Mapping[str, Any]) -> None:
+def refuse_router_loss(module: nn.Module, out: Any, kwargs: Mapping[str, Any]) -> None:
     """Raises ValueError if a model adds its router's loss to a sum over tokens, of which each part would add it."""
-    count, loss = given.get("num_items_in_batch"), getattr(out, "loss", None)
+    count, loss = kwargs.get("num_items_in_batch"), getattr(out, "loss", None)
     if count is not None and loss is not None and isinstance(getattr(out, "aux_loss", None), Tensor):
         raise ValueError(
             f"{type(module).__name__}: num_items_in_batch must come without output_router_logits, got both: each rank "
@@ -259,9 +259,9 @@ def refuse_router_loss(module: nn.Module, out: Any, given: Mapping[str, Any]) ->
         )
 
 
-def refuse_written(part: ModulePart, leaves: Sequence[Any], now: tuple[Sequence[Any], int], form: int) -> None:
+def refuse_written(part: ModulePart, leaves: Sequence[Any], current: tuple[Sequence[Any], int], form: int) -> None:
     """Raises RuntimeError if a module has written into a list, dict or dataclass among its arguments."""
-    if now[1] != form or any(a is not b for a, b in zip(leaves, now[0], strict=True)):
+    if current[1] != form or any(a is not b for a, b in zip(leaves, current[0], strict=True)):
         raise RuntimeError(
             f"{part.path} ({type(part.module).__name__}) writes into a list, dict or dataclass among its arguments. A "
             f"stage gets a copy, since it may run again in backward, and what it writes would be lost: let its forward "
@@ -288,10 +288,10 @@ def refuse_written_outside(copies: Iterable[Mapping[str, Tensor]]) -> None:
 
 
 def refuse_rebound(part: ModulePart, pairs: Sequence[tuple[Slot, Any]]) -> None:
-    """Raises RuntimeError if a module has replaced one of its parameters by a tensor with other numbers."""
+    """Raises RuntimeError if a module has replaced a parameter by a tensor with different values."""
     for slot, value in pairs:
-        now = left_in(part, slot)
-        if now is not value and not keeps_numbers(now, value):
+        current = left_in(part, slot)
+        if current is not value and not keeps_numbers(current, value):
             raise RuntimeError(
                 f"{part.path} ({type(part.module).__name__}) puts something else in the place of its parameter "
                 f"{joined(part.path, slot.key)}, which would be lost: what is there during a call is lent. Let forward "
@@ -308,21 +308,21 @@ def refuse_mixed(error: RuntimeError, part: ModulePart, groups: Mapping[str, Any
         groups: what it is given: trees of tensors.
         options: of the stage.
     """
-    tensors = {what: [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)] for what, tree in groups.items()}
-    dtypes = {what: {str(x.dtype) for x in some if x.is_floating_point()} for what, some in tensors.items()}
-    devices = {what: {str(x.device) for x in some} for what, some in tensors.items()}
-    asked = ", ".join(f"{name}={options.get(name)}" for name in ("gather_dtype", "input_dtype"))
+    tensors = {name: [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)] for name, tree in groups.items()}
+    dtypes = {name: {str(x.dtype) for x in some if x.is_floating_point()} for name, some in tensors.items()}
+    devices = {name: {str(x.device) for x in some} for name, some in tensors.items()}
+    casts = ", ".join(f"{name}={options.get(name)}" for name in ("gather_dtype", "input_dtype"))
     advice = {
-        "dtype": f"with {asked}. Cast the arguments, or pass input_dtype; parameters have the dtype gather_dtype, and "
+        "dtype": f"with {casts}. Cast the arguments, or pass input_dtype; parameters have the dtype gather_dtype, and "
         f"buffers keep theirs: cast these, or the module, before functional",
         "device": "and parameters are on the device of their mesh: move the arguments there",
     }
-    for what, kinds in (("dtype", dtypes), ("device", devices)):
-        if what in str(error) and len(set().union(*kinds.values())) > 1:
-            joint = "of" if what == "dtype" else "on"
-            mixture = ", ".join(f"{of} {joint} {' and '.join(sorted(some))}" for of, some in kinds.items() if some)
+    for kind, kinds in (("dtype", dtypes), ("device", devices)):
+        if kind in str(error) and len(set().union(*kinds.values())) > 1:
+            joint = "of" if kind == "dtype" else "on"
+            mixture = ", ".join(f"{name} {joint} {' and '.join(sorted(some))}" for name, some in kinds.items() if some)
             raise TypeError(
-                f"{part.path} ({type(part.module).__name__}) mixes {what}s ({error}): it has {mixture}, {advice[what]}"
+                f"{part.path} ({type(part.module).__name__}) mixes {kind}s ({error}): it has {mixture}, {advice[kind]}"
             ) from error
 
 
@@ -332,10 +332,10 @@ def refuse_mixed_loose(
     """Raises TypeError instead of torch's error if parameters outside of stages meet another dtype."""
     if loose and "dtype" in str(error):
         dtypes = sorted({str(x.dtype) for x in loose.values()})
-        asked = ", ".join(f"{name}={dtype}" for name, dtype in options.items())
+        casts = ", ".join(f"{name}={dtype}" for name, dtype in options.items())
         raise TypeError(
             f"{type(module).__name__} mixes dtypes ({error}) outside of its stages, where it has {listed(loose, 3)}, "
-            f"of {' and '.join(dtypes)}, with {asked}. Cast the arguments, or pass input_dtype, which casts what the "
+            f"of {' and '.join(dtypes)}, with {casts}. Cast the arguments, or pass input_dtype, which casts what the "
             f"module that holds them is given; where another module reads them, cast there"
         ) from error
 
@@ -383,11 +383,11 @@ def refuse_hooks(part: ModulePart) -> None:
                 )
 
 
-def refuse_kept(part: ModulePart, given: Sequence[Any]) -> None:
+def refuse_kept(part: ModulePart, arguments: Sequence[Any]) -> None:
     """Raises RuntimeError for computed tensors kept in attributes or argument objects, for the same reason."""
     for path, m in part.module.named_modules():
-        for name, held in vars(m).items():
-            if name in (*OF_TORCH, *_NOT_KEPT) or not any(map(_computed, tensors_in(held, objects=True))):
+        for name, value in vars(m).items():
+            if name in (*OF_TORCH, *_NOT_KEPT) or not any(map(_computed, tensors_in(value, objects=True))):
                 continue
             if f"{name}_g" in m._parameters or f"{name}_orig" in m._parameters:
                 continue  # recomputed before each forward, as by weight_norm or spectral_norm
@@ -395,7 +395,7 @@ def refuse_kept(part: ModulePart, given: Sequence[Any]) -> None:
                 f"{joined(part.path, path)} keeps a tensor that it computed in its attribute {name!r}: under "
                 f"torch.func its gradient would be lost, silently. Let forward return it, or keep x.detach()"
             )
-    for x in given:
+    for x in arguments:
         if not isinstance(x, Tensor) and any(map(_computed, tensors_in(x, objects=True))):
             raise RuntimeError(
                 f"{part.path} is given a {type(x).__name__}, in which there are tensors with a gradient when it has "
@@ -424,14 +424,15 @@ def refuse_checkpointing(model: nn.Module, modules: Sequence[tuple[str, nn.Modul
 def drawn_layers(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
     """The attributes, of modules and configurations, by which `transformers` skips layers at random in training."""
     configs = [getattr(m, "config", None) for m in model.modules()]
-    found = [*map(vars, model.modules()), *(getattr(c, "__dict__", c) for c in configs)]  # some configs are dicts
-    owners: dict[int, dict[str, Any]] = {id(own): own for own in found if isinstance(own, dict)}
-    return [(own, name) for own in owners.values() for name in own if str(name).endswith("layerdrop")]
+    mappings = [*map(vars, model.modules()), *(getattr(c, "__dict__", c) for c in configs)]  # some configs are dicts
+    owners: dict[int, dict[str, Any]] = {id(attrs): attrs for attrs in mappings if isinstance(attrs, dict)}
+    return [(attrs, name) for attrs in owners.values() for name in attrs if str(name).endswith("layerdrop")]
 
 
-def refuse_apart(model: nn.Module, drawn: Sequence[tuple[dict[str, Any], str]], params: Any) -> None:
+def refuse_apart(model: nn.Module, layerdrops: Sequence[tuple[dict[str, Any], str]], params: Any) -> None:
     """Raises ValueError on every rank if layers are skipped at random and ranks would draw different numbers."""
-    setting = next((f"{name}={own[name]}" for own, name in drawn if isinstance(own[name], float) and own[name] > 0), "")
+    settings = ((name, attrs[name]) for attrs, name in layerdrops)
+    setting = next((f"{name}={value}" for name, value in settings if isinstance(value, float) and value > 0), "")
     if not (setting and model.training):
         return
     flats = flat_shards(params)

@@ -98,26 +98,26 @@ def save_pretrained(
             )
         return local_path(folder, "interop.save_pretrained: folder"), _checked(model, params, buffers)
 
-    path, given = on_each_rank(started)
-    team, what = team_of(flat.layout.grid for flat in flat_shards(params)), f"save_pretrained {path}"
-    files, stored, plan = team.each(what, lambda: _planned(model, given, dtype, max_shard_bytes, metadata or {}))
-    refuse_different(team, what, contents(params, shared=False), (str(path), repr(plan.headers)))
+    path, provided = on_each_rank(started)
+    group, task = team_of(flat.layout.grid for flat in flat_shards(params)), f"save_pretrained {path}"
+    files, stored, plan = group.each(task, lambda: _planned(model, provided, dtype, max_shard_bytes, metadata or {}))
+    refuse_different(group, task, contents(params, shared=False), (str(path), repr(plan.headers)))
     try:
-        team.first(what, lambda: _begin(path, plan, model, tokenizer, files, stored))
-        own = given.buffers.items() if team.rank == 0 else ()
-        values = itertools.chain(turns(params, given.params, team), own)
-        placed = functools.partial(_placed, _targets(files), stored, given.packed, dtype)
-        team.each(what, lambda: fill(path, plan, values, placed))
-        team.first(what, lambda: _finish(path, plan))
+        group.first(task, lambda: _begin(path, plan, model, tokenizer, files, stored))
+        local_buffers = provided.buffers.items() if group.rank == 0 else ()
+        values = itertools.chain(turns(params, provided.params, group), local_buffers)
+        placed = functools.partial(_placed, _targets(files), stored, provided.packed, dtype)
+        group.each(task, lambda: fill(path, plan, values, placed))
+        group.first(task, lambda: _finish(path, plan))
     except BaseException:
-        if team.rank == 0:
+        if group.rank == 0:
             clear(path)
             shutil.rmtree(path / SETTINGS, ignore_errors=True)
         raise
 
 
 class _Given(NamedTuple):
-    """What is to be written.
+    """The parameters and buffers to write.
 
     Attributes:
         params: dtype and shape of each parameter by the tree's name, in its order; of those in few bits, of the decoded
@@ -132,7 +132,7 @@ class _Given(NamedTuple):
 
 
 def _checked(model: Functional, params: Any, buffers: Mapping[str, Tensor] | None) -> _Given:
-    """What is to be written. Raises ValueError for other parameters or buffers than the model's, or missing buffers."""
+    """The values to write; raises ValueError unless parameters and buffers are the model's."""
     model._check(params)
     state_dict = model.module.state_dict()
     changed = [name for name in model._changing if name in state_dict]
@@ -173,22 +173,22 @@ def _checked(model: Functional, params: Any, buffers: Mapping[str, Tensor] | Non
 
 
 def _planned(
-    model: Functional, given: _Given, dtype: torch.dtype | None, largest: int, metadata: Mapping[str, str]
+    model: Functional, provided: _Given, dtype: torch.dtype | None, largest: int, metadata: Mapping[str, str]
 ) -> tuple[dict[str, Assembled], _Few, FileLayout]:
-    """What each tensor of the files is made of, which of them are in few bits, and the layout of the files."""
+    """The sources of each stored tensor, those that stay quantized, and the layout of the files."""
     names = {name: model.names.get(name, name) for name in model.module.state_dict()}
-    strange = [name for name, key in names.items() if key not in given.params and key not in given.buffers]
+    strange = [name for name, key in names.items() if key not in provided.params and key not in provided.buffers]
     if strange:
         raise CheckpointError(
             f"{type(model.module).__name__} keeps more than parameters and buffers in its state_dict, {strange[0]}: "
             f"load model.state_dict(params) into a whole module on one process, and save the state_dict of that"
         )
-    metas = {name: _meta(kind, dtype) for name, kind in given.params.items()}
-    metas |= {name: _meta(TensorType(b.dtype, tuple(b.shape)), None) for name, b in given.buffers.items()}
+    metas = {name: _meta(kind, dtype) for name, kind in provided.params.items()}
+    metas |= {name: _meta(TensorType(b.dtype, tuple(b.shape)), None) for name, b in provided.buffers.items()}
     files = {name: lazy(metas[key], key) for name, key in names.items()}
     if conversions.of_transformers(model.module):
         files = _of_transformers(model, {name: x for name, x in files.items() if name in metas}, metas)
-    few = _few(model, given, files, metas) if dtype is None and given.packed else _Few({}, {})
+    few = _few(model, provided, files, metas) if dtype is None and provided.packed else _Few({}, {})
     kinds = {name: TensorType(x.dtype, x.shape) for name, x in files.items() if name not in few.formats}
     for name, packed in few.formats.items():
         parts = bitsandbytes.tensors(name, packed).items()
@@ -198,7 +198,7 @@ def _planned(
 
 
 class _Few(NamedTuple):
-    """Tensors of files that stay in few bits.
+    """Stored tensors that stay quantized.
 
     Attributes:
         formats: by name, without their bytes.
@@ -209,29 +209,29 @@ class _Few(NamedTuple):
     settings: dict[str, Any]
 
 
-def _few(model: Functional, given: _Given, files: Mapping[str, Assembled], metas: Mapping[str, Tensor]) -> _Few:
-    """Finds what stays in few bits. Raises CheckpointError if `from_pretrained` could not read it."""
+def _few(model: Functional, provided: _Given, files: Mapping[str, Assembled], metas: Mapping[str, Tensor]) -> _Few:
+    """Finds the tensors that stay quantized; raises CheckpointError if `from_pretrained` could not read them."""
     formats = dict[str, Packed]()
     try:
         for name, x in files.items():
-            origins = {part.origin for part in x.parts} & set(given.packed)
+            origins = {part.origin for part in x.parts} & set(provided.packed)
             if origins and not (len(x.parts) == 1 and _same(next(iter(origins)), x, metas)):
                 raise ValueError(f"{name}, in which {listed(sorted(origins), 2)} is, is not a whole parameter in files")
             for origin in origins:
-                packed = given.packed[origin]
+                packed = provided.packed[origin]
                 formats[name] = packed.having(torch.empty(packed.nbytes, dtype=torch.uint8, device="meta"))
                 bitsandbytes.tensors(name, formats[name])
     except ValueError as error:
         raise CheckpointError(f"{error}: pass dtype=, which decodes what is written") from None
     linear = [name for name, m in model.module.named_modules() if isinstance(m, nn.Linear)]
     of_transformers = conversions.of_transformers(model.module)
-    return _Few(formats, coded.settings(given.packed, linear) if of_transformers else {})
+    return _Few(formats, coded.settings(provided.packed, linear) if of_transformers else {})
 
 
 def _meta(kind: TensorType, dtype: torch.dtype | None) -> Tensor:
     """A meta tensor in place of one that is written, converted to `dtype` if there is one."""
-    own = kind.dtype if dtype is None or not kind.dtype.is_floating_point else dtype
-    return torch.empty(kind.shape, dtype=own, device="meta")
+    target_dtype = kind.dtype if dtype is None or not kind.dtype.is_floating_point else dtype
+    return torch.empty(kind.shape, dtype=target_dtype, device="meta")
 
 
 def _of_transformers(
@@ -243,11 +243,11 @@ def _of_transformers(
         CheckpointError: `from_pretrained` would not find the parameters in them.
     """
     skipped = conversions.not_saved(model.module)
-    kept = {name: x for name, x in state.items() if name not in skipped}
-    files = conversions.reverted(model.module, kept)
-    problem = _problem(model, files, kept, metas)
-    if problem and not _problem(model, kept, kept, metas):
-        return kept  # from_pretrained also reads the module's own names
+    saved = {name: x for name, x in state.items() if name not in skipped}
+    files = conversions.reverted(model.module, saved)
+    problem = _problem(model, files, saved, metas)
+    if problem and not _problem(model, saved, saved, metas):
+        return saved  # from_pretrained also reads the module's own names
     if problem:
         raise CheckpointError(
             f"the files that transformers has for {type(model.module).__name__} cannot be written one stage at a time: "
@@ -263,14 +263,14 @@ def _problem(
     for name, x in files.items():
         if any(part.origin not in metas for part in x.parts):
             return f"{name} is computed of parameters, not made up of parts of them"
-        if why := flaw(x.shape, [part.box for part in x.parts]):
-            return f"{name}: {why}"
+        if problem := flaw(x.shape, [part.box for part in x.parts]):
+            return f"{name}: {problem}"
     loaded = conversions.converted(model.module, files, model.module.state_dict())
     if loaded.extra or set(loaded.values) != set(state):
         differing = sorted({*loaded.extra, *(set(loaded.values) ^ set(state))})
         return f"these names would be missing or extra: {listed(differing, 4)}"
-    moved = [name for name, x in loaded.values.items() if not _same(name, x, metas)]
-    return f"{moved[0]} would have its elements in other places" if moved else ""
+    misplaced = [name for name, x in loaded.values.items() if not _same(name, x, metas)]
+    return f"{misplaced[0]} would have its elements in other places" if misplaced else ""
 
 
 def _same(name: str, x: Assembled, metas: Mapping[str, Tensor]) -> bool:
@@ -309,15 +309,15 @@ def _placed(
     """Yields all portions of files that come from a parameter."""
     if name in packed and dtype is not None:
         x = packed[name].having(x).decoded(dtype)
-    for theirs, part in targets.get(name, ()):
-        if theirs in few.formats:
-            for key, values in bitsandbytes.tensors(theirs, packed[name].having(x)).items():
+    for target, part in targets.get(name, ()):
+        if target in few.formats:
+            for key, values in bitsandbytes.tensors(target, packed[name].having(x)).items():
                 yield key, whole(values.shape), values
             continue
         x, (box, view, _) = x.contiguous(), part
-        moved = x.as_strided(view.shape, view.stride(), x.storage_offset() + view.storage_offset())
-        for box_of_portion, portion in pieces(moved, STEP):
-            yield theirs, box_of_portion.moved(box.offsets), portion.to(view.dtype)
+        strided = x.as_strided(view.shape, view.stride(), x.storage_offset() + view.storage_offset())
+        for box_of_portion, portion in pieces(strided, STEP):
+            yield target, box_of_portion.moved(box.offsets), portion.to(view.dtype)
 
 
 def _begin(
@@ -353,7 +353,7 @@ def _finish(folder: Path, plan: FileLayout) -> None:
     """Renames all files; at no time are tensors of one model next to the configuration of another."""
     new, config = folder / SETTINGS, folder / CONFIG
     files = sorted(_files_in(new), key=lambda file: str(file) == CONFIG)
-    old_config, old_tensors = folders.aside(config, "replaced"), _tensors_in(folder)
+    old_config, old_tensors = folders.staging_path(config, "replaced"), _tensors_in(folder)
     same = all((folder / file).exists() and (folder / file).read_bytes() == (new / file).read_bytes() for file in files)
     hidden = config.exists() and (new / CONFIG).exists() and not same
     if hidden:

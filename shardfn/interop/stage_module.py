@@ -49,7 +49,7 @@ class ModuleCall:
 
 
 class Shell(NamedTuple):
-    """What the stages of a module share.
+    """The state shared by the stages of a module.
 
     Attributes:
         running: the current call and stage.
@@ -70,9 +70,9 @@ def casting(
 
     def to(dtype: torch.dtype | None, tree: Any) -> Any:
         leaves, form = forms.flatten(tree)
-        given = [cast(x, dtype) for x in leaves]
-        same = all(a is b for a, b in zip(given, leaves, strict=True))
-        return tree if same else forms.unflatten(given, form)  # what is not cast may be written into
+        converted = [cast(x, dtype) for x in leaves]
+        same = all(a is b for a, b in zip(converted, leaves, strict=True))
+        return tree if same else forms.unflatten(converted, form)  # what is not cast may be written into
 
     @functools.wraps(forward)
     def cast_around(*args: Any, **kwargs: Any) -> Any:
@@ -109,8 +109,8 @@ class StageUnit:
         if compile:
             self.forward = torch.compile(self.forward, **({} if compile is True else compile))
 
-        def run(*each: Any) -> Any:
-            return self._run(*each)
+        def run(*values: Any) -> Any:
+            return self._run(*values)
 
         run.__name__ = run.__qualname__ = type(part.module).__name__
         # Arguments and results are cast here, because a stage would cast buffers as well.
@@ -143,34 +143,34 @@ class StageUnit:
         if transformed:
             refusals.refuse_hooks(self.part)
         call.trace.append(self.part.path)
-        buffers = {key: holder[at] for holder, at, key in self.part.buffers}
+        buffers = {key: holder[attr] for holder, attr, key in self.part.buffers}
         changing = tuple(key for key in buffers if key in call.changing)
-        own, shared, *adapters = arguments(call.params, self.part, call.adapters)
+        stage_params, shared, *adapters = arguments(call.params, self.part, call.adapters)
         swapped = self._swapped(call.lent)
-        given = tuple([cast(x, self.input_dtype) for x in leaves]) if self.input_dtype else leaves
+        cast_leaves = tuple([cast(x, self.input_dtype) for x in leaves]) if self.input_dtype else leaves
         before = self.attributes.now()
-        wanted = output_capturing.wanted()
+        capture_names = output_capturing.requested_names()
         results, outer, changed = self.stage(
-            own, shared, swapped, buffers, changing, given, form, wanted, before, *adapters
+            stage_params, shared, swapped, buffers, changing, cast_leaves, form, capture_names, before, *adapters
         )
         results = [cast(x, self.output_dtype) for x in results] if self.output_dtype else results
         for key, value in changed.items():
-            for holder, at, _ in self.shell.places[key]:
-                holder[at] = value
+            for holder, attr, _ in self.shell.places[key]:
+                holder[attr] = value
         if transformed:
             refusals.refuse_kept(self.part, leaves)
         out, recorded = self.forms.unflatten(results, outer)
         output_capturing.hand_on(recorded)
         return out
 
-    def _swapped(self, lent: Collection[int]) -> dict[int, Any]:
+    def _swapped(self, lent_ids: Collection[int]) -> dict[int, Any]:
         """Values that `torch.func.functional_call`, or an assignment, has put in the places of parameters."""
         try:
-            now = [slot.holder[slot.at] for slot in self.slots]
+            current = [slot.holder[slot.at] for slot in self.slots]
         except KeyError as error:
             refusals.refuse_deleted(self.part, error)
-        found = enumerate(zip(now, self.placeholders, strict=True))
-        swapped = {i: revealed(x) for i, (x, own) in found if x is not own and id(x) not in lent}
+        pairs = enumerate(zip(current, self.placeholders, strict=True))
+        swapped = {i: revealed(x) for i, (x, placeholder) in pairs if x is not placeholder and id(x) not in lent_ids}
         if swapped:  # a list of the module's own follows its parameters
             values = {self.slots[i].key: x for i, x in swapped.items()}
             elsewhere = (i for i, slot in enumerate(self.slots) if id(slot.holder) not in self.adapting.homes)
@@ -190,41 +190,41 @@ class StageUnit:
 
     def _run(
         self,
-        own: Mapping[str, Tensor],
+        stage_params: Mapping[str, Tensor],
         shared: Mapping[str, Tensor],
         swapped: Mapping[int, Tensor],
         buffers: Mapping[str, Tensor],
         changing: Sequence[str],
         leaves: Sequence[Any],
         form: int,
-        wanted: tuple[str, ...],
+        capture_names: tuple[str, ...],
         before: Before,
         *adapters: Any,
     ) -> Any:
         args, kwargs = self.forms.unflatten(leaves, form)
         part = self.part
         slots = self.slots
-        values = [own[slot.key] for slot in part.own] + [shared[slot.key] for slot in part.shared]
+        values = [stage_params[slot.key] for slot in part.own] + [shared[slot.key] for slot in part.shared]
         values = [swapped.get(i, x) for i, x in enumerate(values)] if swapped else values
         outer_unit, self.shell.running.unit = self.shell.running.unit, self
         try:
             with (
-                before.again(),
+                before.restoring(),
                 self.fresh(),
                 self.unasked(),
                 self.adapting.placed(slots, values, adapters) as pairs,
                 buffers_in_place(part, self._constant(buffers), changing) as changed,
                 replaced("forward", self.instead),
-                output_capturing.recording(wanted) as recorded,
+                output_capturing.recording(capture_names) as recorded,
                 contextlib.nullcontext()
                 if self.region is None
-                else self.region.entered(part.module.training, leaves, slots, again=bool(wanted)) as followed,
+                else self.region.entered(part.module.training, leaves, slots, retrace=bool(capture_names)) as followed,
             ):
                 if self.region is not None:
                     self.region.prove(part, slots, self.eager, args, kwargs)
                 out = (self.forward if followed is None else self.eager)(*args, **kwargs)
                 refusals.refuse_rebound(part, pairs)
-                lent = {storage(value) for _, value in pairs if isinstance(value, Tensor)}
+                lent_storages = {storage(value) for _, value in pairs if isinstance(value, Tensor)}
         except RuntimeError as error:
             groups = {"parameters": values, "arguments": leaves, "buffers": buffers}
             refusals.refuse_mixed(error, part, groups, {**self.options, "input_dtype": self.input_dtype})
@@ -235,7 +235,7 @@ class StageUnit:
             refusals.refuse_written(part, leaves, self.forms.flatten((args, kwargs)), form)
         results, outer = self.forms.flatten((out, recorded))
         # Position tables and query tokens return a parameter, whose memory is lent for this run only.
-        results = tuple([x.clone() if isinstance(x, Tensor) and storage(x) in lent else x for x in results])
+        results = tuple([x.clone() if isinstance(x, Tensor) and storage(x) in lent_storages else x for x in results])
         if followed is not None:
             followed.check(results)
         return results, outer, changed

@@ -60,21 +60,21 @@ class ShardedModules:
         """The number of ranks over which these parameters are cut; 1 if they are whole."""
         if self.sample is None:
             return 1
-        m, name, whole = self.sample
+        m, name, full_shape = self.sample
         shape = m._parameters[name].shape  # type: ignore[union-attr]
-        return 1 if shape == whole else axis_size(self.axis)
+        return 1 if shape == full_shape else axis_size(self.axis)
 
     @contextlib.contextmanager
     def entered(
-        self, training: bool, given: Sequence[Any], slots: Sequence[Slot], again: bool
+        self, training: bool, arguments: Sequence[Any], slots: Sequence[Slot], retrace: bool
     ) -> Iterator[Following | None]:
         """A context for running the stage on this rank's part; yields the tracer, if this run is traced.
 
         Args:
             training: whether the module trains.
-            given: the stage's arguments.
+            arguments: of the stage.
             slots: of its parameters.
-            again: whether to trace although an earlier run was.
+            retrace: whether to trace although an earlier run was.
         """
         before, size = self.owner.size, self.size()
         self.owner.size = size
@@ -83,13 +83,13 @@ class ShardedModules:
                 yield None
                 return
             state = size, training, torch.is_grad_enabled()
-            follows = (state not in self.followed or again) and not torch.compiler.is_compiling()
+            follows = (state not in self.followed or retrace) and not torch.compiler.is_compiling()
             if state not in self.followed:
                 self._check_heads(size)
-                _check_same(bound_axis(self.axis, self.path), self.axis, self.path, given)
+                _check_same(bound_axis(self.axis, self.path), self.axis, self.path, arguments)
             with placed(*self._divided(size)):
                 if follows:
-                    with Following(self, given, slots) as following:
+                    with Following(self, arguments, slots) as following:
                         yield following
                 else:
                     yield None
@@ -104,14 +104,14 @@ class ShardedModules:
 
     def _check_heads(self, size: int) -> None:
         """Raises ValueError if a number of heads is not divisible by the number of ranks."""
-        for m, one in self.holders.items():
-            counts = {**one.heads, **{f"{one.path}.{name}": vars(m)[name] for name in one.divided}}
+        for m, entry in self.holders.items():
+            counts = {**entry.heads, **{f"{entry.path}.{name}": vars(m)[name] for name in entry.divided}}
             for path, count in counts.items():
                 if count % size:
                     raise ValueError(
                         f"{path} has {count} heads, which {size} ranks along {self.axis!r} cannot have in equal "
-                        f"parts: leave the layers of {one.path} out of the table, or make {self.axis!r} an axis whose "
-                        f"size divides {count}"
+                        f"parts: leave the layers of {entry.path} out of the table, or make {self.axis!r} an axis "
+                        f"whose size divides {count}"
                     )
 
     def _divided(self, size: int) -> tuple[list[Slot], list[Any]]:
@@ -119,19 +119,19 @@ class ShardedModules:
         if size not in self.numbers:
             slots: list[Slot] = []
             values: list[Any] = []
-            for m, one in self.holders.items():
-                own = vars(m)
-                slots += [Slot(own, name, name) for name in (*one.divided, *one.refused)]
-                values += [own[name] // size for name in one.divided]
-                within = ".".join("*" if word.isdigit() else word for word in one.path.split("."))
+            for m, entry in self.holders.items():
+                attributes = vars(m)
+                slots += [Slot(attributes, name, name) for name in (*entry.divided, *entry.refused)]
+                values += [attributes[name] // size for name in entry.divided]
+                pattern = ".".join("*" if component.isdigit() else component for component in entry.path.split("."))
                 values += [
-                    Unsaid(one.path, name, self.axis, f'add "{within}.{name}": "divided", or "whole", to the table')
-                    for name in one.refused
+                    Unsaid(entry.path, name, self.axis, f'add "{pattern}.{name}": "divided", or "whole", to the table')
+                    for name in entry.refused
                 ]
-                if "config" in own:
-                    slots.append(Slot(own, "config", "config"))
-                    values.append(_Config(own["config"], one.path, self.axis))
-            self.numbers[1] = slots, [holder[at] for holder, at, _ in slots]
+                if "config" in attributes:
+                    slots.append(Slot(attributes, "config", "config"))
+                    values.append(_Config(attributes["config"], entry.path, self.axis))
+            self.numbers[1] = slots, [holder[attr] for holder, attr, _ in slots]
             self.numbers[size] = slots, values
         return self.numbers[size]
 
@@ -149,21 +149,21 @@ class ShardedModules:
             ValueError: the two differ.
         """
         level = _GRADIENTS if torch.is_grad_enabled() else _VALUES
-        given = list(_tensors((args, kwargs)))
+        tensors = list(_tensors((args, kwargs)))
         size = self.owner.size
-        if self.proved >= level or size == 1 or torch.compiler.is_compiling() or not all(map(plain, given)):
+        if self.proved >= level or size == 1 or torch.compiler.is_compiling() or not all(map(plain, tensors)):
             return
         self.owner.proving = True
         modes = [Slot(vars(m), "training", "training") for m in part.module.modules()]
         with torch.no_grad(), output_capturing.recording(("_nothing",)), placed(modes, [False] * len(modes)):
-            values = [holder[at].detach() for holder, at, _ in slots]
-            moving = [holder[at].requires_grad and level == _GRADIENTS for holder, at, _ in slots]
+            values = [holder[attr].detach() for holder, attr, _ in slots]
+            moving = [holder[attr].requires_grad and level == _GRADIENTS for holder, attr, _ in slots]
             at_dim = self._dims_of(slots)
-            whole = [v if d is None else all_gather(v, self.axis, dim=d) for v, d in zip(values, at_dim, strict=True)]
+            full = [v if d is None else all_gather(v, self.axis, dim=d) for v, d in zip(values, at_dim, strict=True)]
 
             def run(values: Sequence[Tensor], ranks: int, dtype: torch.dtype | None) -> Results:
                 self.owner.size, self.owner.entrance.last = ranks, None
-                kept = [holder[at].clone() for holder, at, _ in part.buffers]
+                buffers = [holder[attr].clone() for holder, attr, _ in part.buffers]
                 leaves = [_cast(x, dtype, needs) for x, needs in zip(values, moving, strict=True)]
                 arguments = mapped(
                     lambda x: _cast(x, dtype, level == _GRADIENTS and getattr(x, "requires_grad", False)),
@@ -173,7 +173,7 @@ class ShardedModules:
                 with (
                     torch.set_grad_enabled(level == _GRADIENTS),
                     placed(slots, leaves),
-                    placed(part.buffers, kept),
+                    placed(part.buffers, buffers),
                     placed(*self.numbers[ranks]),
                 ):
                     outputs = list(_tensors(forward(*arguments[0], **arguments[1])))
@@ -182,9 +182,9 @@ class ShardedModules:
 
             try:
                 try:
-                    got, want = run(values, size, torch.float64), run(whole, 1, torch.float64)
+                    got, want = run(values, size, torch.float64), run(full, 1, torch.float64)
                 except (RuntimeError, TypeError, NotImplementedError):  # some kernels do not support float64
-                    got, want = run(values, size, None), run(whole, 1, None)
+                    got, want = run(values, size, None), run(full, 1, None)
             finally:
                 self.owner.size, self.owner.entrance.last, self.owner.proving = size, None, False
             place = axis_index(self.axis)
@@ -203,13 +203,13 @@ class ShardedModules:
             for name, p in m._parameters.items()
             if p is not None and p.shape != cut.shapes[name]
         }
-        return [dims.get(id(holder[at])) for holder, at, _ in slots]
+        return [dims.get(id(holder[attr])) for holder, attr, _ in slots]
 
     def _refuse_differing(self, got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
         for y, expected in zip(got, want, strict=True):
             scale = float(expected.double().nan_to_num().abs().max()) if expected.numel() else 0.0
             exact = not y.is_floating_point()
-            if not (torch.equal(y, expected) if exact else _within(y, expected, scale, _ROUNDING)):
+            if not (torch.equal(y, expected) if exact else _close_to(y, expected, scale, _ROUNDING)):
                 raise ValueError(
                     f"{self.path} computes something else with layers that are cut over {self.axis!r} than with whole "
                     f"ones: its code splits, normalises or counts the features of a layer that is said to be "
@@ -220,7 +220,7 @@ class ShardedModules:
     def _refuse_slopes(self, names: Sequence[str], got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
         scale = max((float(g.double().abs().max()) for g in want if g.numel()), default=0.0)
         for name, slope, expected in zip(names, got, want, strict=True):
-            if not _within(slope, expected, scale, _SLOPE):
+            if not _close_to(slope, expected, scale, _SLOPE):
                 raise ValueError(
                     f"{self.path}: with layers that are cut over {self.axis!r} the gradient of {name} is another than "
                     f"with whole ones: it meets what each rank has alone, or is said to and does not. Say in the table "
@@ -239,8 +239,8 @@ def _slopes(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]
     ends = [y for y in outputs if y.requires_grad]
     needed = [x for x in inputs if x.requires_grad]
     weights = [torch.arange(y.numel(), device=y.device).cos().to(y.dtype).view(y.shape) for y in ends]
-    found = iter(torch.autograd.grad(ends, needed, weights, allow_unused=True) if ends and needed else ())
-    by_input = [next(found, None) if x.requires_grad else None for x in inputs]
+    gradients = iter(torch.autograd.grad(ends, needed, weights, allow_unused=True) if ends and needed else ())
+    by_input = [next(gradients, None) if x.requires_grad else None for x in inputs]
     return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, by_input, strict=True)]
 
 
@@ -252,7 +252,7 @@ def _cast(x: Any, dtype: torch.dtype | None, differentiated: bool) -> Any:
     return x.detach().to(dtype or x.dtype).requires_grad_(differentiated)
 
 
-def _within(x: Tensor, y: Tensor, scale: float, rounding: float) -> bool:
+def _close_to(x: Tensor, y: Tensor, scale: float, rounding: float) -> bool:
     """Whether two tensors are equal up to rounding of numbers of magnitude `scale`."""
     if x.shape != y.shape or not x.numel():
         return x.shape == y.shape
@@ -271,7 +271,7 @@ class Following(TorchFunctionMode):
         ValueError: one is combined with a value that is the same on all ranks and needs a gradient.
     """
 
-    def __init__(self, region: ShardedModules, given: Sequence[Any], slots: Sequence[Slot]) -> None:
+    def __init__(self, region: ShardedModules, arguments: Sequence[Any], slots: Sequence[Slot]) -> None:
         super().__init__()
         self.region, self.group = region, bound_axis(region.axis, region.path).group
         self.names: dict[int, str] = {}
@@ -281,11 +281,11 @@ class Following(TorchFunctionMode):
             for name in cut.shapes
             if m._parameters.get(name) is not None and m._parameters[name].shape != cut.shapes[name]  # type: ignore[union-attr]
         }
-        for holder, at, key in slots:
-            value = holder[at]
+        for holder, attr, key in slots:
+            value = holder[attr]
             self.names[id(value)] = key
             setattr(value, _MARK, id(value) in pieces)
-        for x in given:
+        for x in arguments:
             if isinstance(x, Tensor):
                 setattr(x, _MARK, False)
 
@@ -304,18 +304,18 @@ class Following(TorchFunctionMode):
         else:
             cut = any(map(is_cut, traced))
             if cut and any(x.requires_grad for x in results):
-                self._meet(traced, getattr(func, "__name__", str(func)))
+                self._check_operands(traced, getattr(func, "__name__", str(func)))
         for x in results:
             setattr(x, _MARK, cut)
         return out
 
-    def _meet(self, traced: list[Tensor], what: str) -> None:
+    def _check_operands(self, traced: list[Tensor], op: str) -> None:
         for x in traced:
-            if x.requires_grad and not is_cut(x) and what not in _SHAPES:
+            if x.requires_grad and not is_cut(x) and op not in _SHAPES:
                 name = self.names.get(id(x))
                 value = f"the parameter {name}" if name else f"a value of shape {tuple(x.shape)}"
                 raise ValueError(
-                    f"{self.region.path}: in {what}, {value} that all ranks along {self.region.axis!r} have meets what "
+                    f"{self.region.path}: in {op}, {value} that all ranks along {self.region.axis!r} have meets what "
                     f"each of them has alone, and its gradient would be this rank's part: say in the table that its "
                     f'module is "replicated_with_grad_allreduce", or cut what it meets otherwise'
                 )
@@ -347,10 +347,10 @@ _SUMMARY = 1e-3  # relative difference of sums from which on values count as dif
 
 
 @at_once()
-def _check_same(axis: Axis, name: str, path: str, given: Sequence[Any]) -> None:
+def _check_same(axis: Axis, name: str, path: str, arguments: Sequence[Any]) -> None:
     """Raises ValueError on every rank along the axis if they are given different values."""
-    there = [functorch.unwrapped(x) for x in given if isinstance(x, Tensor) and plain(x)]
-    tensors = [x.detach() for x in there if not x.is_meta and x.numel()]
+    unwrapped = [functorch.unwrapped(x) for x in arguments if isinstance(x, Tensor) and plain(x)]
+    tensors = [x.detach() for x in unwrapped if not x.is_meta and x.numel()]
     advice = (
         f"Along {name!r}, which cuts matrices, all ranks take the same batch and draw the same random numbers: cut the "
         f"batch over other axes, and seed these ranks alike"
@@ -362,7 +362,7 @@ def _check_same(axis: Axis, name: str, path: str, given: Sequence[Any]) -> None:
     sums = [n for x in tensors if x.is_floating_point() for n in (x.double().sum(), x.double().abs().sum())]
     if not sums:
         return
-    rows = gathered(torch.stack(sums).cpu(), axis, what="comparing what it is given", of=path)
+    rows = gathered(torch.stack(sums).cpu(), axis, operation="comparing what it is given", caller=path)
     spread = (rows.amax(0) - rows.amin(0))[:, None].reshape(-1, 2).amax(1)
     if bool((spread > _SUMMARY * rows.abs().amax(0).reshape(-1, 2)[:, 1]).any()):
         raise ValueError(f"{path}: what it is given differs between ranks. {advice}")

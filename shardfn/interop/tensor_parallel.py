@@ -46,20 +46,20 @@ class TensorParallel:
         holders = {m: holder for m, holder in self.plan.holders.items() if m in inside}
         return ShardedModules(self, path, cuts, holders) if cuts else None
 
-    def _forward(self, m: Any, cut: Cut, whole: Forward) -> Forward | None:
-        axis, word = self.plan.axis, cut.word
-        if word == "replicate":
+    def _forward(self, m: Any, cut: Cut, run: Forward) -> Forward | None:
+        axis, style = self.plan.axis, cut.word
+        if style == "replicate":
             return None
-        if word == "replicated_with_grad_allreduce":
-            return lambda *a, **k: _replicated(m, axis, whole, *a, **k) if self.size > 1 else whole(*a, **k)
-        if word == "embedding_rowwise":
+        if style == "replicated_with_grad_allreduce":
+            return lambda *a, **k: _replicated(m, axis, run, *a, **k) if self.size > 1 else run(*a, **k)
+        if style == "embedding_rowwise":
             is_plain = runs_as(m, nn.Embedding)
             inner: Forward = functools.partial(_embedding if is_plain else _embedding_of_its_own, m, cut, axis)
             if not is_plain:
-                inner = functools.partial(inner, whole)
-        elif word == "moe_tp_experts":
-            inner = functools.partial(_experts, m, cut, axis, whole)
-        elif word in ("rowwise", "rowwise_split_input"):
+                inner = functools.partial(inner, run)
+        elif style == "moe_tp_experts":
+            inner = functools.partial(_experts, m, cut, axis, run)
+        elif style in ("rowwise", "rowwise_split_input"):
             inner = functools.partial(_rowwise, m, cut, axis)
         else:
             inner = functools.partial(_colwise, m, cut, axis, self.entrance)
@@ -68,15 +68,15 @@ class TensorParallel:
         parts = {1: shape}
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            now = m._parameters[name].shape
+            local = m._parameters[name].shape
             if self.size not in parts:
                 parts[self.size] = tuple(n // self.size if d == dim else n for d, n in enumerate(shape))
-            if now != parts[self.size]:
+            if local != parts[self.size]:
                 raise ValueError(
-                    f"{cut.path}.{name} came as {tuple(now)}, which is not its part of {tuple(shape)} where layers "
+                    f"{cut.path}.{name} came as {tuple(local)}, which is not its part of {tuple(shape)} where layers "
                     f"around it are cut over {self.size} ranks along {axis!r}: pass specs=model.specs to shard"
                 )
-            return whole(*args, **kwargs) if self.size == 1 else inner(*args, **kwargs)
+            return run(*args, **kwargs) if self.size == 1 else inner(*args, **kwargs)
 
         return forward
 
@@ -135,21 +135,21 @@ def own_parts(x: Tensor, parts: int, axis: str, dim: int) -> Tensor:
     `[..., parts * n / size, ...] -> [..., parts * n / size, ...]`, differentiable. A rank sends at most the bytes of
     `x`, once in forward and once in backward.
     """
-    size, here = axis_size(axis), axis_index(axis)
+    size, axis_rank = axis_size(axis), axis_index(axis)
     if x.shape[dim] % parts:
         raise ValueError(
             f"a weight of shape {tuple(x.shape)} is this rank's part of {parts} matrices in one, cut over {axis!r} of "
             f"{size} ranks, but {x.shape[dim]} is not {parts} equal parts: {size} has to divide the features of each"
         )
     # In blocks of n / size, block i belongs to rank i % size; at first, each rank has `parts` consecutive ones.
-    targets = [(here * parts + i) % size for i in range(parts)]
+    targets = [(axis_rank * parts + i) % size for i in range(parts)]
     block = x.shape[dim] // parts
     order = sorted(range(parts), key=lambda i: targets[i])
     if order != list(range(parts)):
         blocks = x.split(block, dim)
         x = torch.cat([blocks[i] for i in order], dim)
     send = [targets.count(rank) * block for rank in range(size)]
-    sources = [(i * size + here) // parts for i in range(parts)]
+    sources = [(i * size + axis_rank) // parts for i in range(parts)]
     return ragged_all_to_all(x, axis, send, [sources.count(rank) * block for rank in range(size)], dim=dim)
 
 
@@ -158,19 +158,19 @@ def _embedding(m: Any, cut: Cut, axis: str, tokens: Tensor) -> Tensor:
     table = m.weight
     rows = table.shape[0]
     first = axis_index(axis) * rows
-    own = tokens - first
-    is_here = (own >= 0) & (own < rows)
+    local_ids = tokens - first
+    is_here = (local_ids >= 0) & (local_ids < rows)
     outside = (tokens < 0) | (tokens >= cut.shapes["weight"][0])
     padding = None if m.padding_idx is None or not 0 <= m.padding_idx - first < rows else m.padding_idx - first
     # A token of another rank looks up row 0 here; multiplying by zero removes its values and its gradient.
-    rows_found = F.embedding(own.where(is_here | outside, 0).where(~outside, rows), table, padding)
+    rows_found = F.embedding(local_ids.where(is_here | outside, 0).where(~outside, rows), table, padding)
     return from_parallel(rows_found * is_here[..., None], axis)
 
 
-def _embedding_of_its_own(m: Any, cut: Cut, axis: str, whole: Forward, *args: Any, **kwargs: Any) -> Any:
+def _embedding_of_its_own(m: Any, cut: Cut, axis: str, run: Forward, *args: Any, **kwargs: Any) -> Any:
     """For a class that calls F.embedding but does more, such as scaling the result."""
     with Lookups(m, cut, axis) as lookups:
-        out = whole(*args, **kwargs)
+        out = run(*args, **kwargs)
     if not lookups.found:
         raise lookups.error("reads its weight by something else than F.embedding")
     return out
@@ -196,15 +196,15 @@ class Lookups(TorchFunctionMode):
             raise self.error(f"reads its weight by {getattr(func, '__name__', func)}")
         return out
 
-    def error(self, what: str) -> ValueError:
+    def error(self, problem: str) -> ValueError:
         """The error for another way of reading the weight."""
         return ValueError(
-            f"{self.cut.path} ({type(self.m).__name__}) {what}, while each rank along {self.axis!r} has some of its "
+            f"{self.cut.path} ({type(self.m).__name__}) {problem}, while each rank along {self.axis!r} has some of its "
             f"rows: leave it out of the table"
         )
 
 
-def _experts(m: nn.Module, cut: Cut, axis: str, whole: Forward, *args: Any, **kwargs: Any) -> Any:
+def _experts(m: nn.Module, cut: Cut, axis: str, run: Forward, *args: Any, **kwargs: Any) -> Any:
     """Computes with this rank's part of each expert, and sums the results over ranks."""
     values = {
         name: own_parts(p, PARTS[cut.words[name]], axis, p.ndim - 2) if cut.words[name] in PARTS else p
@@ -213,11 +213,11 @@ def _experts(m: nn.Module, cut: Cut, axis: str, whole: Forward, *args: Any, **kw
     }
     entered = mapped(lambda x: pvary(x, axis) if isinstance(x, Tensor) and x.is_floating_point() else x, (args, kwargs))
     with placed([Slot(m._parameters, name, name) for name in values], list(values.values())):
-        return from_parallel(whole(*entered[0], **entered[1]), axis)
+        return from_parallel(run(*entered[0], **entered[1]), axis)
 
 
-def _replicated(m: nn.Module, axis: str, whole: Forward, *args: Any, **kwargs: Any) -> Any:
+def _replicated(m: nn.Module, axis: str, run: Forward, *args: Any, **kwargs: Any) -> Any:
     """Runs a module whose parameters are whole on every rank, but applied to values that only this rank has."""
     slots = [Slot(m._parameters, name, name) for name, p in m._parameters.items() if p is not None]
-    with placed(slots, [pvary(holder[at], axis) for holder, at, _ in slots]):
-        return whole(*args, **kwargs)
+    with placed(slots, [pvary(holder[attr], axis) for holder, attr, _ in slots]):
+        return run(*args, **kwargs)

@@ -120,7 +120,7 @@ class TensorPlan:
     specs: dict[str, P]
 
     def spec(self, path: str, shape: tuple[int, ...]) -> P:
-        """How a parameter is cut, as a function for `shard(specs=...)`.
+        """The spec of a parameter, as a function for `shard(specs=...)`.
 
         Raises:
             ValueError: the module has no such parameter.
@@ -153,23 +153,23 @@ def planned(module: nn.Module, table: Table | str, axis: str) -> TensorPlan:
             different ways; or "auto" is given for a module whose classes ship no table.
         TypeError: `table` is not a table.
     """
-    own = isinstance(table, str)
+    is_auto = isinstance(table, str)
     if isinstance(table, str) and table != "auto":
         raise ValueError(f'functional: tensor={table!r}; it is a table, such as interop.LLAMA, or "auto"')
     entries = _shipped(module) if isinstance(table, str) else table
     if not isinstance(entries, Mapping) or not all(isinstance(x, str) for pair in entries.items() for x in pair):
         raise TypeError(f"functional: tensor={table!r}; it is a dict of ends of module paths -> words")
     paths: dict[nn.Module, str] = {m: path for path, m in module.named_modules()}
-    words, numbers, parameters = _matched(module, entries, own)
+    words, numbers, parameters = _matched(module, entries, is_auto)
     words = _with_ties(module, words)
-    cuts = {m: _cut(m, paths[m], word, parameters.get(m, {})) for m, word in words.items()}
+    cuts = {m: _cut(m, paths[m], style, parameters.get(m, {})) for m, style in words.items()}
     if stray := next((m for m in parameters if words.get(m) != "moe_tp_experts"), None):
         name = f"{paths[stray]}.{next(iter(parameters[stray]))}"
         raise ValueError(
             f"functional: tensor: {name} is a parameter that has a word, but {paths[stray] or 'the module'} has not: "
             f'only experts are cut by parameters, in a module that is said to be "moe_tp_experts"'
         )
-    return TensorPlan(axis, cuts, _holders(module, cuts, numbers, own), _specs(module, cuts, axis))
+    return TensorPlan(axis, cuts, _holders(module, cuts, numbers, is_auto), _specs(module, cuts, axis))
 
 
 def dims(m: nn.Module) -> tuple[int, int]:
@@ -178,7 +178,7 @@ def dims(m: nn.Module) -> tuple[int, int]:
 
 
 def runs_as(m: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a module runs the forward of this class, not one of a subclass or of its own."""
+    """Whether a module runs the forward of this class, not an override."""
     return getattr(m.forward, "__func__", None) is kind.forward
 
 
@@ -195,7 +195,7 @@ def _shipped(module: nn.Module) -> Table:
         if getattr(m, "base_model", None) is m:
             plans.append(getattr(getattr(m, "config", None), "base_model_tp_plan", None))
         for plan in plans:
-            table |= {f"{path}.{key}" if path else key: word for key, word in (plan or {}).items()}
+            table |= {f"{path}.{key}" if path else key: style for key, style in (plan or {}).items()}
     if not any("layers" in key or "*" in key for key in table):
         raise ValueError(
             f'functional: tensor="auto", but the classes of {type(module).__name__} ship no table for its layers: pass '
@@ -208,7 +208,7 @@ Words = dict[nn.Module, str]
 Numbers = dict[nn.Module, dict[str, str]]
 
 
-def _matched(module: nn.Module, entries: Table, own: bool) -> tuple[Words, Numbers, Numbers]:
+def _matched(module: nn.Module, entries: Table, is_auto: bool) -> tuple[Words, Numbers, Numbers]:
     """The words of modules, of integer attributes, and of parameters.
 
     Raises:
@@ -219,30 +219,30 @@ def _matched(module: nn.Module, entries: Table, own: bool) -> tuple[Words, Numbe
     numbers: Numbers = {}
     parameters: Numbers = {}
 
-    def add(to: dict[Any, str], key: Any, word: str, path: str) -> None:
-        if to.setdefault(key, word) != word:
-            raise ValueError(f"functional: tensor: {path} is both {to[key]!r} and {word!r}: keep one of the entries")
+    def add(to: dict[Any, str], key: Any, style: str, path: str) -> None:
+        if to.setdefault(key, style) != style:
+            raise ValueError(f"functional: tensor: {path} is both {to[key]!r} and {style!r}: keep one of the entries")
 
-    for entry, given in entries.items():
-        word, matched = _SAME.get(given, given), False
-        if word not in WORDS and word not in NUMBERS:
+    for entry, value in entries.items():
+        style, matched = _SAME.get(value, value), False
+        if style not in WORDS and style not in NUMBERS:
             raise ValueError(
-                f"functional: tensor: {entry!r} is {given!r}, which is not one of {', '.join((*WORDS, *NUMBERS))}: say "
+                f"functional: tensor: {entry!r} is {value!r}, which is not one of {', '.join((*WORDS, *NUMBERS))}: say "
                 f"it in these words, or leave it out together with what depends on it"
             )
-        pattern = re.compile(("" if own else r"(?:.*\.)?") + re.escape(entry).replace(r"\*", r"[^.]+"))
+        pattern = re.compile(("" if is_auto else r"(?:.*\.)?") + re.escape(entry).replace(r"\*", r"[^.]+"))
         for path, m in modules:
-            if word in WORDS and path and pattern.fullmatch(path):
-                add(words, m, word, path)
+            if style in WORDS and path and pattern.fullmatch(path):
+                add(words, m, style, path)
                 matched = True
-            names = list(m._parameters) if word in WORDS else _integers(m)
+            names = list(m._parameters) if style in WORDS else _integers(m)
             for name in names:
                 full_name = f"{path}.{name}" if path else name
                 if pattern.fullmatch(full_name):
-                    add((parameters if word in WORDS else numbers).setdefault(m, {}), name, word, full_name)
+                    add((parameters if style in WORDS else numbers).setdefault(m, {}), name, style, full_name)
                     matched = True
-        if not matched and not own:
-            raise ValueError(f"functional: tensor: nothing of {type(module).__name__} matches {entry!r} ({given})")
+        if not matched and not is_auto:
+            raise ValueError(f"functional: tensor: nothing of {type(module).__name__} matches {entry!r} ({value})")
     return words, numbers, parameters
 
 
@@ -251,15 +251,15 @@ def _integers(m: nn.Module) -> list[str]:
 
 
 def _with_ties(module: nn.Module, words: Words) -> Words:
-    """Adds words for modules that share a weight with one that is cut over the vocabulary."""
+    """Adds words for modules that share a weight with one sharded over the vocabulary."""
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for m in module.modules():
         for name, p in m._parameters.items():
             if p is not None:
                 owners.setdefault(id(p), []).append((m, name))
     result = dict(words)
-    for m, word in words.items():
-        by_rows = word == "embedding_rowwise" or (word == "colwise_gather_output" and dims(m)[0] == 0)
+    for m, style in words.items():
+        by_rows = style == "embedding_rowwise" or (style == "colwise_gather_output" and dims(m)[0] == 0)
         for other, name in owners.get(id(m._parameters.get("weight")), ()) if by_rows else ():
             if other not in result and name == "weight":
                 if isinstance(other, nn.Embedding):
@@ -269,38 +269,38 @@ def _with_ties(module: nn.Module, words: Words) -> Words:
     return result
 
 
-def _cut(m: nn.Module, path: str, word: str, words: dict[str, str]) -> Cut:
+def _cut(m: nn.Module, path: str, style: str, words: dict[str, str]) -> Cut:
     """The `Cut` of a module.
 
     Raises:
         ValueError: the word does not fit the module.
     """
     kind = f"{path} ({type(m).__name__})"
-    if word == "embedding_rowwise":
+    if style == "embedding_rowwise":
         fits = isinstance(m, nn.Embedding)
         if isinstance(m, nn.Embedding) and (m.max_norm is not None or m.scale_grad_by_freq or m.sparse):
             raise ValueError(
                 f"functional: tensor: {kind} has max_norm, scale_grad_by_freq or sparse gradients, with which it "
                 f"cannot be cut: leave it out of the table"
             )
-    elif word == "moe_tp_experts":
+    elif style == "moe_tp_experts":
         _check_experts(m, kind, words)
         fits = True
     else:
-        whole = word in ("replicate", "replicated_with_grad_allreduce")
-        fits = whole or runs_as(m, nn.Linear) or (is_conv1d(m) and runs_as(m, type(m)))
-    if not fits or (word in (*_BY_COLUMNS, *_BY_ROWS) and m._parameters.get("weight") is None):
+        is_replicated = style in ("replicate", "replicated_with_grad_allreduce")
+        fits = is_replicated or runs_as(m, nn.Linear) or (is_conv1d(m) and runs_as(m, type(m)))
+    if not fits or (style in (*_BY_COLUMNS, *_BY_ROWS) and m._parameters.get("weight") is None):
         raise ValueError(
-            f"functional: tensor: {kind} is said to be {word!r}, which is for "
-            f"{'nn.Embedding' if word == 'embedding_rowwise' else 'nn.Linear and Conv1D, with a weight of their own'}"
+            f"functional: tensor: {kind} is said to be {style!r}, which is for "
+            f"{'nn.Embedding' if style == 'embedding_rowwise' else 'nn.Linear and Conv1D, with a weight of their own'}"
         )
     shapes = {name: tuple(p.shape) for name, p in m._parameters.items() if p is not None}
-    if word in PARTS and shapes["weight"][dims(m)[0]] % PARTS[word]:
+    if style in PARTS and shapes["weight"][dims(m)[0]] % PARTS[style]:
         raise ValueError(
             f"functional: tensor: {kind} has {shapes['weight'][dims(m)[0]]} output features, which are not "
-            f"{PARTS[word]} equal parts as {word!r} says"
+            f"{PARTS[style]} equal parts as {style!r} says"
         )
-    return Cut(path, word, shapes, words)
+    return Cut(path, style, shapes, words)
 
 
 def _check_experts(m: Any, kind: str, words: Mapping[str, str]) -> None:
@@ -317,7 +317,9 @@ def _check_experts(m: Any, kind: str, words: Mapping[str, str]) -> None:
             )
 
 
-def _holders(module: nn.Module, cuts: Mapping[nn.Module, Cut], numbers: Numbers, own: bool) -> dict[nn.Module, Holder]:
+def _holders(
+    module: nn.Module, cuts: Mapping[nn.Module, Cut], numbers: Numbers, is_auto: bool
+) -> dict[nn.Module, Holder]:
     holders = {}
     for path, m in module.named_modules():
         cut_layers = [cuts[child] for child in m.children() if child in cuts and cuts[child].word in LOCAL]
@@ -325,12 +327,12 @@ def _holders(module: nn.Module, cuts: Mapping[nn.Module, Cut], numbers: Numbers,
             continue
         declared = numbers.get(m, {})
         undeclared = [name for name in _integers(m) if name not in declared and name not in _NEVER_CUT]
-        if own:  # the class's author wrote the table, so attributes that forward reads are not numbers of heads
+        if is_auto:  # the class's author wrote the table, so attributes that forward reads are not numbers of heads
             divided, refused = [], [name for name in undeclared if name in COUNTS]
         else:
             divided = [name for name in undeclared if name in COUNTS]
             refused = [name for name in undeclared if name not in COUNTS]
-        divided += [name for name, word in declared.items() if word == "divided"]
+        divided += [name for name, style in declared.items() if style == "divided"]
         holders[m] = Holder(path, tuple(divided), tuple(refused), _heads(m, cut_layers))
     return holders
 
@@ -347,7 +349,7 @@ def _heads(m: nn.Module, layers: list[Cut]) -> dict[str, int]:
 
 
 def _specs(module: nn.Module, cuts: Mapping[nn.Module, Cut], axis: str) -> dict[str, P]:
-    """How each parameter is cut, by its name in the tree.
+    """The spec of each parameter, by its name in the tree.
 
     Raises:
         ValueError: a tied parameter is cut in different ways.
@@ -372,12 +374,12 @@ def _specs(module: nn.Module, cuts: Mapping[nn.Module, Cut], axis: str) -> dict[
 
 def cut_dim(m: nn.Module, cut: Cut, name: str) -> int | None:
     """The dimension along which a parameter is cut; None if it is whole."""
-    word = cut.words.get(name, cut.word)
+    style = cut.words.get(name, cut.word)
     if cut.words:
-        return len(cut.shapes[name]) - (1 if word == "rowwise" else 2)
-    if word == "embedding_rowwise" or (word in _BY_COLUMNS and name == "bias"):
+        return len(cut.shapes[name]) - (1 if style == "rowwise" else 2)
+    if style == "embedding_rowwise" or (style in _BY_COLUMNS and name == "bias"):
         return 0
-    return dims(m)[word in _BY_ROWS] if word in (*_BY_COLUMNS, *_BY_ROWS) and name == "weight" else None
+    return dims(m)[style in _BY_ROWS] if style in (*_BY_COLUMNS, *_BY_ROWS) and name == "weight" else None
 
 
 def weights_of(m: nn.Module, cut: Cut) -> list[str]:

@@ -35,7 +35,7 @@ PARTS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """What defines an adapter besides its values.
+    """The definition of an adapter, without its values.
 
     Attributes:
         kind: of the weight: "linear", `[outputs, inputs]`; "conv1d" (of GPT-2) and "embedding", `[inputs, outputs]`;
@@ -113,8 +113,8 @@ class Adapter:
         """Why it does not fit a layer's weight, or a parameter by its own name; an empty string if it does."""
         weight, kind = m._parameters.get(parameter or "weight"), kind_of(m, parameter)
         if weight is not None and kind != self.recipe.kind:
-            given = f"a {type(m).__name__}" if parameter is None else f"a parameter of kind {kind!r}"
-            return f"{given}, and its adapter is for weights of kind {self.recipe.kind!r}"
+            subject = f"a {type(m).__name__}" if parameter is None else f"a parameter of kind {kind!r}"
+            return f"{subject}, and its adapter is for weights of kind {self.recipe.kind!r}"
         return "" if weight is None else self.unlike(weight.shape)
 
     def __repr__(self) -> str:
@@ -280,9 +280,9 @@ def norms(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """
     dtype = torch.promote_types(torch.promote_types(weight.dtype, a.dtype), torch.float32)
     a, b = a.to(dtype), b.to(dtype) * scale
-    own = torch.linalg.vector_norm(weight, dim=1, dtype=dtype).square()
+    squares = torch.linalg.vector_norm(weight, dim=1, dtype=dtype).square()
     mixed = ((weight.to(dtype) @ a.mT) * b).sum(1)
-    return (own + 2 * mixed + ((b @ (a @ a.mT)) * b).sum(1)).clamp_min(0).sqrt()
+    return (squares + 2 * mixed + ((b @ (a @ a.mT)) * b).sum(1)).clamp_min(0).sqrt()
 
 
 def _added(x: Tensor, w: Adapted, base: Callable[[Tensor], Tensor], bias: Any = None) -> Tensor:
@@ -351,14 +351,14 @@ def _embedding(
     return _rows(input, weight, take(weight._weight), take)
 
 
-def _rows(at: Tensor, w: Adapted, own: Tensor, take: Callable[[Tensor], Tensor]) -> Tensor:
-    """Rows of `w`, which `take` takes from a matrix. Rows without a gradient there have none in the factor either."""
+def _rows(index: Tensor, w: Adapted, base_rows: Tensor, select: Callable[[Tensor], Tensor]) -> Tensor:
+    """Rows of `w`, which `select` takes from a matrix. Rows without a gradient there have none in the factor either."""
     first, second = w._factors()
-    result = own + (take(first) * w._adapter.recipe.scale) @ second
+    result = base_rows + (select(first) * w._adapter.recipe.scale) @ second
     if w._adapter.magnitude is not None:
         ratio = w._ratio()
-        result = result * (ratio[at][..., None] if w._outputs_first else ratio)
-    return result.to(own.dtype)
+        result = result * (ratio[index][..., None] if w._outputs_first else ratio)
+    return result.to(base_rows.dtype)
 
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {

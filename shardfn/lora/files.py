@@ -73,12 +73,12 @@ def save_pretrained(folder: str | os.PathLike[str], model: Functional, adapters:
     """
     path, config = on_each_rank(lambda: (local_path(folder, "lora.save_pretrained: folder"), _config(model, adapters)))
     grids = [flat.layout.grid for flat in flat_shards(adapters)]
-    team, what = team_of(grids), f"save_pretrained {path}"
+    group, task = team_of(grids), f"save_pretrained {path}"
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-    refuse_different(team, what, contents(adapters, shared=False), (str(path), text))
+    refuse_different(group, task, contents(adapters, shared=False), (str(path), text))
     first = sorted(grids[0].ranks)[:1] if grids else None
-    whole = unshard(adapters, ranks=first, to="cpu") if first else adapters
-    team.first(what, lambda: _write(path, _tensors(model, whole), text))
+    full = unshard(adapters, ranks=first, to="cpu") if first else adapters
+    group.first(task, lambda: _write(path, _tensors(model, full), text))
 
 
 def _config(model: Functional, adapters: Any) -> dict[str, Any]:
@@ -164,20 +164,22 @@ def _refuse_several_names(model: Functional, paths: Iterable[str]) -> None:
 
 
 def _once(name: str, values: Iterable[Any], default: Any = None) -> Any:
-    given = list(dict.fromkeys(values))
-    if len(given) > 1:
-        raise ValueError(f"lora.save_pretrained: adapters with {name}={given[0]} and {name}={given[1]}: peft has one")
-    return given[0] if given else default
+    distinct = list(dict.fromkeys(values))
+    if len(distinct) > 1:
+        raise ValueError(
+            f"lora.save_pretrained: adapters with {name}={distinct[0]} and {name}={distinct[1]}: peft has one"
+        )
+    return distinct[0] if distinct else default
 
 
 def _patterns(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The most common value, and patterns for the others; the first pattern that matches counts."""
     common = Counter(values.values()).most_common(1)[0][0]
-    others = {re.escape(path): value for path, value in values.items() if value != common}
-    if any(targets.patterned(others, path, common) != value for path, value in values.items()):
+    patterns = {re.escape(path): value for path, value in values.items() if value != common}
+    if any(targets.patterned(patterns, path, common) != value for path, value in values.items()):
         longest = sorted(values, key=len, reverse=True)
-        others = {re.escape(path): values[path] for path in longest}
-    return common, others
+        patterns = {re.escape(path): values[path] for path in longest}
+    return common, patterns
 
 
 def _targets(model: Functional, paths: set[str], saved: Iterable[str]) -> list[str] | str:
@@ -224,7 +226,7 @@ def _write(folder: Path, tensors: dict[str, Tensor], config: str) -> None:
     from safetensors.torch import save
 
     folder.mkdir(parents=True, exist_ok=True)
-    new = {name: folders.aside(folder / name, "writing") for name in (WEIGHTS, CONFIG)}
+    new = {name: folders.staging_path(folder / name, "writing") for name in (WEIGHTS, CONFIG)}
     try:
         write_whole(new[WEIGHTS], save(tensors, {"format": "pt"}))
         write_whole(new[CONFIG], config.encode())
@@ -268,26 +270,26 @@ def load(
         ``adapters = lora.load("french", model, mesh, sf.ddp("shard"))``
     """
     expect_functional("lora.load", model)
-    path, team = local_path(folder, "lora.load: folder"), team_of([grid_of(mesh)])
-    what = f"load {path}"
-    adapters, base = team.each(what, lambda: _read(path, model))
-    if len(set(team.gathered(tuple(sorted(base)), what))) > 1:
-        raise CheckpointError(f"{what}: ranks see different files")
+    path, group = local_path(folder, "lora.load: folder"), team_of([grid_of(mesh)])
+    task = f"load {path}"
+    adapters, base = group.each(task, lambda: _read(path, model))
+    if len(set(group.gathered(tuple(sorted(base)), task))) > 1:
+        raise CheckpointError(f"{task}: ranks see different files")
     if base:
         try:
             values = values_of(model, params, base)
         except ValueError as error:
             raise CheckpointError(
-                f"{what}: it has {listed(base)} of the base, which have to be those of the model: {error}"
+                f"{task}: it has {listed(base)} of the base, which have to be those of the model: {error}"
             ) from None
-        team.each(what, lambda: _compare(base, values))
+        group.each(task, lambda: _compare(base, values))
     return shard(adapters, mesh, strategy)
 
 
 def _compare(base: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> None:
     for name, x in base.items():
-        own = params[name]
-        if own.shape != x.shape or not torch.equal(own.cpu().to(x.dtype), x):
+        param = params[name]
+        if param.shape != x.shape or not torch.equal(param.cpu().to(x.dtype), x):
             raise CheckpointError(f"its {name} of the base differs from the model's: load it into the model first")
 
 
@@ -322,7 +324,7 @@ def _understood(
     targets.refuse_parts(bare, config.get("lora_dropout") or 0.0, bool(config.get("use_dora")))
     paths = {name: path for path, name in targets.in_files(model, bare).items()}
     parts_by_path: dict[str, dict[str, Tensor]] = {}
-    others: dict[str, Tensor] = {}
+    other_tensors: dict[str, Tensor] = {}
     for key, x in tensors.items():
         name = key.removeprefix(PREFIX)
         part = next((part for parts in PARTS.values() for part in parts if name.endswith(f".{part}")), None)
@@ -330,8 +332,8 @@ def _understood(
             path = name[: -len(part) - 1]
             parts_by_path.setdefault(paths.get(path) or unwrapped(path), {})[part] = x
         elif not any(name.startswith((f"{prefix}.modules_to_save.", f"{prefix}.original_module.")) for prefix in saved):
-            others[unwrapped(name)] = x
-    unknown = [name for name in others if name not in model.names] + [
+            other_tensors[unwrapped(name)] = x
+    unknown = [name for name in other_tensors if name not in model.names] + [
         path for path in parts_by_path if path not in by_path and path not in bare
     ]
     if unknown:
@@ -340,9 +342,9 @@ def _understood(
     kinds = {path: bare[path] if path in bare else _layer_kind(path, by_path[path]) for path in parts_by_path}
     adapted = set(itertools.starmap(targets.holder_of, kinds.items()))
     trained = targets.biases(model, config.get("bias") or "none", adapted, saved)
-    if missing := [path for path in (*bare, *trained) if path not in parts_by_path and path not in others]:
+    if missing := [path for path in (*bare, *trained) if path not in parts_by_path and path not in other_tensors]:
         raise CheckpointError(f"its configuration names {listed(missing, 4)}, which has no tensors")
-    copies = {name: x for name, x in others.items() if name in trained or targets.inside(name, saved)}
+    copies = {name: x for name, x in other_tensors.items() if name in trained or targets.inside(name, saved)}
     _refuse_several_names(model, adapted)
     targets.refuse_several_homes(model, [*adapted, *{path.rpartition(".")[0] for path in copies}])
     adapters: dict[str, Any] = {}
@@ -354,7 +356,7 @@ def _understood(
         if parameter.shape != x.shape:
             raise CheckpointError(f"{path} has shape {list(x.shape)}, which the model's has not")
         adapters[path] = x.to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
-    return by_stage(model, adapters), {name: x for name, x in others.items() if name not in copies}
+    return by_stage(model, adapters), {name: x for name, x in other_tensors.items() if name not in copies}
 
 
 def _configuration(file: Path) -> dict[str, Any]:
@@ -382,7 +384,7 @@ def _configuration(file: Path) -> dict[str, Any]:
     return config
 
 
-def _check_complete(config: Mapping[str, Any], model: Functional, found: Set[str], saved: Iterable[str]) -> None:
+def _check_complete(config: Mapping[str, Any], model: Functional, paths: Set[str], saved: Iterable[str]) -> None:
     """Raises CheckpointError if the modules that the configuration names are not those that have tensors."""
     names, exclude = config.get("target_modules") or (), config.get("exclude_modules") or ()
     if not (names or config.get(targets.PARAMETERS)) or config.get("layers_to_transform") is not None:
@@ -394,8 +396,8 @@ def _check_complete(config: Mapping[str, Any], model: Functional, found: Set[str
         all_paths = (path for path, _ in model.module.named_modules() if path)
         named_paths = set(filter(targets.named(names, "target_modules").matching, all_paths))
     named_paths = {path for path in named_paths if not excluded.matching(path) and not targets.inside(path, saved)}
-    if named_paths != found:
-        missing, extra = sorted(named_paths - found), sorted(found - named_paths)
+    if named_paths != paths:
+        missing, extra = sorted(named_paths - paths), sorted(paths - named_paths)
         raise CheckpointError(
             f"its configuration and its tensors name other modules: {listed((missing or extra), 4)} "
             f"{'has no tensors' if missing else 'is not among its target_modules'}"

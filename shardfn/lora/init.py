@@ -139,17 +139,17 @@ class _Make:
     def __post_init__(self) -> None:
         for argument, patterns in (("rank_pattern", self.ranks), ("alpha_pattern", self.alphas)):
             if not isinstance(patterns, Mapping):
-                raise TypeError(f"lora: {argument}={patterns!r}; it is a dict of patterns for the ends of paths")
+                raise TypeError(f"lora: {argument} must be a dict of patterns for the ends of paths, got {patterns!r}")
             for key in patterns:
                 named(key, argument)
         for r in (self.rank, *self.ranks.values()):
             if not isinstance(r, int) or isinstance(r, bool) or r < 1:
-                raise ValueError(f"lora: rank={r!r}; it is an int of at least 1")
+                raise ValueError(f"lora: rank must be an int of at least 1, got {r!r}")
         for value in (self.alpha, *self.alphas.values()):
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value == 0:
-                raise ValueError(f"lora: alpha={value!r}; it is a number other than 0")
+                raise ValueError(f"lora: alpha must be a finite number other than 0, got {value!r}")
         if not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
-            raise ValueError(f"lora: dropout={self.dropout!r}; it is a probability below 1")
+            raise ValueError(f"lora: dropout must be a probability below 1, got {self.dropout!r}")
 
     def check(self, paths: Iterable[str]) -> None:
         """Raises ValueError if a pattern of ranks or alphas matches none of the targets."""
@@ -241,13 +241,13 @@ def values_of(model: Functional, params: Any, names: Iterable[str]) -> dict[str,
 
 def whole_values(params: Any, paths: Iterable[str]) -> dict[str, Tensor]:
     """Whole parameters, by path, those that exist, in full precision; gathers one stage after another."""
-    wanted, values = set(paths), dict[str, Tensor]()
-    for here, node in leaves_by_path(params, is_stage_or_packed).items():
+    requested, values = set(paths), dict[str, Tensor]()
+    for prefix, node in leaves_by_path(params, is_stage_or_packed).items():
         if is_stage(node):
-            held = wanted & {entry.path for flat in stage_shards(node) for entry in flat.layout.entries}
-            node = unshard(node, only=list(map(re.escape, sorted(held)))) if held else None
+            names = requested & {entry.path for flat in stage_shards(node) for entry in flat.layout.entries}
+            node = unshard(node, only=list(map(re.escape, sorted(names)))) if names else None
         leaves = leaves_by_path(node, is_packed)
-        values |= {path: leaf for inner, leaf in leaves.items() if (path := joined(here, inner)) in wanted}
+        values |= {path: leaf for inner, leaf in leaves.items() if (path := joined(prefix, inner)) in requested}
     return {path: leaf.decoded() if isinstance(leaf, Packed) else leaf for path, leaf in values.items()}
 
 
@@ -271,8 +271,8 @@ def by_stage(model: Functional, values: Mapping[str, Any]) -> dict[str, dict[str
 def _of_tree(base: Any, make: _Make, targets: Names, exclude: Names, saved: Names, turned: bool | Names) -> Any:
     if isinstance(targets, str) and targets.lower() == ALL:
         raise ValueError(f"lora: targets={ALL!r} is for modules: name the parameters of your own functions")
-    like = optree.tree_map(without_values, base, is_leaf=is_stage)
-    shapes = leaves_by_path(like, is_packed)
+    template = optree.tree_map(without_values, base, is_leaf=is_stage)
+    shapes = leaves_by_path(template, is_packed)
     rules = {"targets": targets, "exclude": exclude, "modules_to_save": saved}
     selectors = {argument: named(names, argument) for argument, names in rules.items() if names}
     if isinstance(turned, bool):
@@ -295,11 +295,11 @@ def _of_tree(base: Any, make: _Make, targets: Names, exclude: Names, saved: Name
     for path in paths:
         kind: Kind = "conv1d" if is_turned(path) else "linear"
         adapters[path] = make.adapter(path, kind, shapes[path].shape, shapes[path].dtype, values.get(path))
-    return _pruned(like, adapters, "")
+    return _pruned(template, adapters, "")
 
 
 def without_values(node: Any) -> Any:
-    """A stage's parameters on the meta device; anything else as it is."""
+    """A stage's parameters on the meta device; anything else unchanged."""
     return described([flat.layout for flat in stage_shards(node)]) if is_stage(node) else node
 
 

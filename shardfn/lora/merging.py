@@ -51,8 +51,8 @@ def merge(params: Any, adapters: Any, model: Functional | None = None) -> Any:
     Example:
         ``interop.save_pretrained("merged", model, lora.merge(params, adapters, model))``
     """
-    given = _given(adapters, model)
-    _check(params, given)
+    by_path = _adapters_by_path(adapters, model)
+    _check(params, by_path)
     if quantised := [node for node in _stages(params) if _in_few_bits(node)]:
         ranks = [stage_shards(node)[0].layout.grid.ranks for node in quantised if is_stage(node)]
         if all(process_groups.global_rank() == min(group) for group in ranks):  # one warning, not one per rank
@@ -61,19 +61,19 @@ def merge(params: Any, adapters: Any, model: Functional | None = None) -> Any:
                 "to be rounded to few bits again"
             )
         params = optree.tree_map(_in_full, params, is_leaf=is_stage_or_packed)
-    ratios = {path: _ratio(params, path, x) for path, x in given.items() if is_adapter(x) and x.magnitude is not None}
+    ratios = {path: _ratio(params, path, x) for path, x in by_path.items() if is_adapter(x) and x.magnitude is not None}
 
-    def change(path: str, at: Range, values: Tensor) -> Tensor:
-        adapter = given[path]
+    def change(path: str, span: Range, values: Tensor) -> Tensor:
+        adapter = by_path[path]
         if not is_adapter(adapter):
-            return _elements(adapter, at)
-        changed = values + _delta(adapter, at).to(values.device)
+            return _elements(adapter, span)
+        changed = values + _delta(adapter, span).to(values.device)
         if path in ratios:
             column = ratios[path] if adapter.recipe.kind != "linear" else ratios[path][:, None]
-            changed = changed * _elements(column.expand(adapter.shape()), at).to(values.device)
+            changed = changed * _elements(column.expand(adapter.shape()), span).to(values.device)
         return changed
 
-    return _changed(params, given, change)
+    return _changed(params, by_path, change)
 
 
 @waiting.during("sf.lora.unmerge")
@@ -90,24 +90,24 @@ def unmerge(params: Any, adapters: Any, model: Functional | None = None) -> Any:
         ValueError: as `merge`; adapters replaced parameters, or scaled them by a norm that is now lost, as DoRA does:
             keep the parameters from before.
     """
-    given = _given(adapters, model)
-    for path, adapter in given.items():
+    by_path = _adapters_by_path(adapters, model)
+    for path, adapter in by_path.items():
         if not is_adapter(adapter) or adapter.magnitude is not None:
-            what = "scaled by DoRA" if is_adapter(adapter) else "replaced"
+            change = "scaled by DoRA" if is_adapter(adapter) else "replaced"
             raise ValueError(
-                f"lora.unmerge: {path} was {what}, and what it was before is not in it any more: keep the parameters "
+                f"lora.unmerge: {path} was {change}, and what it was before is not in it any more: keep the parameters "
                 f"from before merge"
             )
-    _check(params, given)
+    _check(params, by_path)
     if any(map(_in_few_bits, _stages(params))):
         raise ValueError("lora.unmerge: there are parameters in few bits, into which nothing can have been merged")
-    return _changed(params, given, lambda path, at, values: values - _delta(given[path], at).to(values.device))
+    return _changed(params, by_path, lambda path, span, values: values - _delta(by_path[path], span).to(values.device))
 
 
 # --- what there is to merge ---
 
 
-def _given(adapters: Any, model: Functional | None) -> dict[str, Any]:
+def _adapters_by_path(adapters: Any, model: Functional | None) -> dict[str, Any]:
     """Whole adapters, and tensors that replace parameters, by the parameters' paths.
 
     Raises:
@@ -130,23 +130,23 @@ def _given(adapters: Any, model: Functional | None) -> dict[str, Any]:
         aliases = [alias for alias, name_in_tree in model.names.items() if name_in_tree == canonical]
         holders = {id(model.module.get_submodule(alias.rpartition(".")[0])): alias for alias in aliases}
         if len(holders) > 1:
-            others = listed(alias for alias in holders.values() if alias != name)
+            tied = listed(alias for alias in holders.values() if alias != name)
             raise ValueError(
-                f"lora: {name} is tied to {others}, which would change as well: merge into a model in which they are "
+                f"lora: {name} is tied to {tied}, which would change as well: merge into a model in which they are "
                 f"not tied, such as by tie_word_embeddings=False in its configuration"
             )
         by_name[canonical] = adapter
     return by_name
 
 
-def _check(params: Any, given: Mapping[str, Any]) -> None:
+def _check(params: Any, by_path: Mapping[str, Any]) -> None:
     """Raises ValueError, the same on every rank, if adapters do not fit the parameters' shapes."""
     for name, leaf in leaves_by_path(params, lambda x: is_flat(x) or is_packed(x)).items():
         shapes = {name: tuple(leaf.shape)} if not is_flat(leaf) else {
             entry.path: leaf.layout.meant_shape(number) for number, entry in enumerate(leaf.layout.entries)
         }  # fmt: skip
-        for path in shapes.keys() & given.keys():
-            adapter, shape = given[path], shapes[path]
+        for path in shapes.keys() & by_path.keys():
+            adapter, shape = by_path[path], shapes[path]
             wrong = adapter.unlike(shape) if is_adapter(adapter) else ""
             if not is_adapter(adapter) and tuple(adapter.shape) != shape:
                 wrong = f"of shape {list(shape)}, and what replaces it {list(adapter.shape)}"
@@ -159,63 +159,63 @@ def _ratio(params: Any, path: str, adapter: Adapter) -> Tensor:
     weight = whole_values(params, [path]).get(path)
     if weight is None:
         raise ValueError(_lost([path]))
-    moved: Adapter = optree.tree_map(lambda x: x.to(weight.device), adapter)
-    return moved.on(weight, training=False)._ratio()
+    placed: Adapter = optree.tree_map(lambda x: x.to(weight.device), adapter)
+    return placed.on(weight, training=False)._ratio()
 
 
 # --- into the parameters ---
 
 
-def _changed(params: Any, given: Mapping[str, Any], change: Callable[[str, Range, Tensor], Tensor]) -> Any:
+def _changed(params: Any, by_path: Mapping[str, Any], change: Callable[[str, Range, Tensor], Tensor]) -> Any:
     """The parameters, with the elements that this rank holds changed."""
     rank, used = process_groups.global_rank(), set[str]()
 
     def changed_leaf(path: str, leaf: Any) -> Any:
         if is_flat(leaf):
-            used.update(entry.path for entry in leaf.layout.entries if entry.path in given)
+            used.update(entry.path for entry in leaf.layout.entries if entry.path in by_path)
             changed = FlatShard(copying.clone(leaf.values), leaf.layout)
             views = local_parameters(changed)
-            for at in leaf.layout.ranges(rank):
-                if at.path in given:
-                    values = brought(views[at.path], mesh_of(leaf.layout.grid, f"lora: stage {leaf.layout.stage!r}"))
-                    copying.copy_(views[at.path], change(at.path, at, values))
+            for span in leaf.layout.ranges(rank):
+                if span.path in by_path:
+                    values = brought(views[span.path], mesh_of(leaf.layout.grid, f"lora: stage {leaf.layout.stage!r}"))
+                    copying.copy_(views[span.path], change(span.path, span, values))
             return changed
-        if path not in given:
+        if path not in by_path:
             return leaf
         used.add(path)
         shape = tuple(leaf.shape)
-        at = Range(path, 0, leaf.numel(), shape, (0,) * len(shape))
-        return change(path, at, leaf.reshape(-1)).to(leaf).view(shape)
+        span = Range(path, 0, leaf.numel(), shape, (0,) * len(shape))
+        return change(path, span, leaf.reshape(-1)).to(leaf).view(shape)
 
     with torch.no_grad():
         accessors, leaves, spec = optree.tree_flatten_with_accessor(params, is_leaf=is_flat)
         new_leaves = [changed_leaf(dotted(accessor), leaf) for accessor, leaf in zip(accessors, leaves, strict=True)]
-    if unused := [path for path in given if path not in used]:
+    if unused := [path for path in by_path if path not in used]:
         raise ValueError(_lost(unused))
     return optree.tree_unflatten(spec, new_leaves)
 
 
-def _delta(adapter: Adapter, at: Range) -> Tensor:
+def _delta(adapter: Adapter, span: Range) -> Tensor:
     """A range's elements of the scaled product; only the rows that contain them are multiplied out."""
-    if at.start >= at.stop:
+    if span.start >= span.stop:
         return adapter.a.new_zeros(0)
     first, second = (x if x.ndim == 3 else x[None] for x in adapter.factors())
-    missing = 3 - len(at.shape)
-    (begin, top, left), (_, height, columns) = (0,) * missing + (*at.corner,), (1,) * missing + (*at.shape,)
-    low, high = at.start // columns, -(-at.stop // columns)
+    missing = 3 - len(span.shape)
+    (begin, top, left), (_, height, columns) = (0,) * missing + (*span.corner,), (1,) * missing + (*span.shape,)
+    low, high = span.start // columns, -(-span.stop // columns)
     products = []
     for i in range(low // height, -(-high // height)):
         rows = slice(top + max(low - i * height, 0), top + min(high - i * height, height))
         products.append(first[begin + i, rows] @ second[begin + i, :, left : left + columns])
     elements = torch.cat(products).reshape(-1) * adapter.recipe.scale
-    return elements[at.start - low * columns : at.stop - low * columns]
+    return elements[span.start - low * columns : span.stop - low * columns]
 
 
-def _elements(whole: Tensor, at: Range) -> Tensor:
+def _elements(full: Tensor, span: Range) -> Tensor:
     """A range's elements of a whole parameter."""
-    for dim, (begin, length) in enumerate(zip(at.corner, at.shape, strict=True)):
-        whole = whole.narrow(dim, begin, length)
-    return whole.reshape(-1)[at.start : at.stop]
+    for dim, (begin, length) in enumerate(zip(span.corner, span.shape, strict=True)):
+        full = full.narrow(dim, begin, length)
+    return full.reshape(-1)[span.start : span.stop]
 
 
 def _lost(paths: list[str]) -> str:
@@ -254,5 +254,5 @@ def _in_full(node: Any) -> Any:
         lambda path, shape: by_path[path][1].spec,
         "global",
     )
-    whole = dequantize(unshard(node))
-    return agreed(rules, "lora.merge", lambda: rules.cut(layouts[0].stage, whole))
+    full = dequantize(unshard(node))
+    return agreed(rules, "lora.merge", lambda: rules.cut(layouts[0].stage, full))

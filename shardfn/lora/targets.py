@@ -39,8 +39,8 @@ class Selector(NamedTuple):
             return [name for name in self.names if path.endswith(name)]
         return [name for name in self.names if path == name or path.endswith(f".{name}")]
 
-    def check(self, paths: Iterable[str], what: str, some: bool = False) -> None:
-        """Raises ValueError if a name matches none of these paths, which `what` describes.
+    def check(self, paths: Iterable[str], noun: str, some: bool = False) -> None:
+        """Raises ValueError if a name matches none of these paths, which `noun` describes.
 
         With `some`, only if no name matches any, as in peft; a warning in the log tells of the others.
         """
@@ -58,7 +58,7 @@ class Selector(NamedTuple):
                 else ""
             )
             raise ValueError(
-                f"lora: {self.argument}: nothing matches {listed(map(repr, unmatched))}{hint}; {what} end in "
+                f"lora: {self.argument}: nothing matches {listed(map(repr, unmatched))}{hint}; {noun} end in "
                 f"{listed(ends, 12)}"
             )
 
@@ -79,8 +79,8 @@ def named(names: Names, argument: str) -> Selector:
     ends = list(names) if isinstance(names, Iterable) else [names]
     if not all(isinstance(end, str) for end in ends):
         raise TypeError(
-            f"lora: {argument}={names!r}; it is a regular expression for whole paths, or a list of their ends, such as "
-            f"['q_proj', 'v_proj']"
+            f"lora: {argument} must be a regular expression for whole paths, or a list of their ends, such as "
+            f"['q_proj', 'v_proj'], got {names!r}"
         )
     return Selector(argument, tuple(ends))
 
@@ -119,14 +119,15 @@ def modules(model: Functional, targets: Names, exclude: Names, saved: Names) -> 
         linear = [path for path, m in by_path.items() if m is not output and kind_of(m) in ("linear", "conv1d")]
         chosen = [path for path in linear if not left_out(path)]
         but = " but those that are left out" if excluded or saved_paths else ""
-        why = f"{type(model.module).__name__} has no linear layers{but}"
+        reason = f"{type(model.module).__name__} has no linear layers{but}"
     else:
-        wanted = named(targets, "targets")
-        wanted.check(by_path, "modules", some=True)
-        chosen = [path for path in by_path if wanted.matching(path) and not left_out(path)]
-        why = f"all that match {targets!r} are excluded, or trained themselves" if wanted.names else "nothing is named"
+        target_names = named(targets, "targets")
+        target_names.check(by_path, "modules", some=True)
+        chosen = [path for path in by_path if target_names.matching(path) and not left_out(path)]
+        excluded_all = f"all that match {targets!r} are excluded, or trained themselves"
+        reason = excluded_all if target_names.names else "nothing is named"
     if not chosen:
-        raise ValueError(f"lora: targets: {why}")
+        raise ValueError(f"lora: targets: {reason}")
     refuse_several_homes(model, chosen)
     kinds: dict[str, Kind] = {}
     for path in chosen:
@@ -155,7 +156,9 @@ def parameters(model: Functional, ends: Selector, adapted: Iterable[str], saved:
         ValueError: peft cannot adapt a parameter, or it is adapted or trained in another way.
     """
     if isinstance(ends.names, str):
-        raise TypeError(f"lora: {PARAMETERS}={ends.names!r}; it is a list of ends of paths, ['experts.down_proj'] say")
+        raise TypeError(
+            f"lora: {PARAMETERS} must be a list of ends of paths, such as ['experts.down_proj'], got {ends.names!r}"
+        )
     kinds, adapted_paths, saved_paths = dict[str, Kind](), set(adapted), list(saved)
     for path, m in model.module.named_modules():
         for name, p in m.named_parameters(recurse=False):
@@ -191,8 +194,8 @@ def holder_of(path: str, kind: Kind) -> str:
 def refuse_parts(paths: Iterable[str], dropout: float, dora: bool) -> None:
     """Raises ValueError if parameters are adapted by themselves with dropout or DoRA, which only layers have."""
     if (path := next(iter(paths), None)) and (dropout or dora):
-        what = f"dropout={dropout}" if dropout else "dora=True"
-        raise ValueError(f"lora: {PARAMETERS}: {what} is of layers, and {path} is adapted by itself: it has none")
+        option = f"dropout={dropout}" if dropout else "dora=True"
+        raise ValueError(f"lora: {PARAMETERS}: {option} is of layers, and {path} is adapted by itself: it has none")
 
 
 def biases(model: Functional, bias: str, adapted: Iterable[str], saved: Iterable[str]) -> list[str]:
@@ -208,7 +211,7 @@ def biases(model: Functional, bias: str, adapted: Iterable[str], saved: Iterable
         ValueError: `bias` is none of these; a bias has several names.
     """
     if bias not in get_args(Bias):
-        raise ValueError(f"lora: bias={bias!r}; it is one of {', '.join(map(repr, get_args(Bias)))}")
+        raise ValueError(f"lora: bias must be one of {', '.join(map(repr, get_args(Bias)))}, got {bias!r}")
     if bias == "none":
         return []
     adapted_paths, saved_paths = set(adapted), list(saved)
@@ -221,8 +224,8 @@ def biases(model: Functional, bias: str, adapted: Iterable[str], saved: Iterable
     counts = Counter(model.names.values())
     for name in chosen:
         if counts[model.names[name]] > 1:
-            others = [alias for alias in model.names if alias != name and model.names[alias] == model.names[name]]
-            raise ValueError(f"lora: bias={bias!r}: {name} is {listed(others)}, too, which would keep another copy")
+            aliases = [alias for alias in model.names if alias != name and model.names[alias] == model.names[name]]
+            raise ValueError(f"lora: bias={bias!r}: {name} is {listed(aliases)}, too, which would keep another copy")
     return chosen
 
 

@@ -102,20 +102,20 @@ def alike() -> None:
         open_body.alike = True
 
 
-def outside(what: str, group: str) -> ReachedComparison:
+def outside(operation: str, group: str) -> ReachedComparison:
     """Returns an unnumbered place for a comparison of something other than the next collective."""
-    return ReachedComparison(f"{what}, called at {callers.caller()}{failure(group)}", group, 0, 0, "")
+    return ReachedComparison(f"{operation}, called at {callers.caller()}{failure(group)}", group, 0, 0, "")
 
 
 @contextlib.contextmanager
-def at(here: ReachedComparison) -> Iterator[None]:
+def at(place: ReachedComparison) -> Iterator[None]:
     """Holds this thread at a place; when the block ends without an error, all ranks have reached it."""
     thread = get_ident()
-    reaching[thread] = here
+    reaching[thread] = place
     try:
         yield
-        reached(here.text)
-        _left.pop(here.group, None)
+        reached(place.text)
+        _left.pop(place.group, None)
     finally:
         reaching.pop(thread, None)
 
@@ -132,7 +132,7 @@ def last() -> str:
 
 def left() -> dict[str, tuple[int, str]]:
     """Returns, for groups whose last comparison lies in a call that has ended, its number and how the call ended."""
-    return {group: (n, how) for group, (n, how, _) in list(_left.items()) if n == _numbers.get(group)}
+    return {group: (n, outcome) for group, (n, outcome, _) in list(_left.items()) if n == _numbers.get(group)}
 
 
 def failure(group: str) -> str:

@@ -51,7 +51,7 @@ def waits_in_vain(states: dict[int, State]) -> dict[Thread, list[int]]:
         for thread in (not state["ended"] and state["threads"]) or ()
         if _decidable(thread, state, states)
     }
-    suspects: dict[Thread, list[int]] = {who: [] for who in waiting}
+    suspects: dict[Thread, list[int]] = {thread: [] for thread in waiting}
     while True:
         remaining = {}
         for (rank, number), wait in waiting.items():
@@ -78,11 +78,11 @@ def _lost_by(rank: int, wait: dict[str, Any], states: dict[int, State], suspects
 
     A killed rank may have come, and done its part before it ended. This shows once all others have come or cannot.
     """
-    others = [other for other in wait["ranks"] if other != rank]
-    lost = [other for other in others if _lost(other, wait, states, suspects)]
-    killed = [other for other in others if other not in lost and other in states and states[other]["counts"] is None]
+    awaited = [other for other in wait["ranks"] if other != rank]
+    lost = [other for other in awaited if _lost(other, wait, states, suspects)]
+    killed = [other for other in awaited if other not in lost and other in states and states[other]["counts"] is None]
     come = {other for other, state in states.items() if came(state, wait["group"], wait["key"], wait["count"])}
-    late = [other for other in others if other not in {*lost, *killed, *come}]
+    late = [other for other in awaited if other not in {*lost, *killed, *come}]
     return lost if late else sorted([*lost, *killed])
 
 
@@ -136,11 +136,11 @@ def waits_by_thread(states: dict[int, State]) -> dict[Thread, dict[str, Any]]:
 
 def standing(ranks: Iterable[int], states: dict[int, State], wait: dict[str, Any] | None = None) -> str:
     """Describes, grouped by activity, what these ranks do while another one waits for them."""
-    who: dict[str, list[int]] = {}
+    ranks_by_activity: dict[str, list[int]] = {}
     for rank in ranks:
         state = states.get(rank)
-        who.setdefault((left(state, wait) if state and wait else "") or _does(state), []).append(rank)
-    return findings((f"{ranks_named(same)}{':' * (len(same) > 1)} {does}" for does, same in who.items()))
+        ranks_by_activity.setdefault((left(state, wait) if state and wait else "") or _does(state), []).append(rank)
+    return findings((f"{ranks_named(same)}{':' * (len(same) > 1)} {does}" for does, same in ranks_by_activity.items()))
 
 
 def _does(state: State | None) -> str:

@@ -102,12 +102,12 @@ def connected(group: dist.ProcessGroup, device: torch.device, pairs: bool = Fals
         return group
     connect = process_groups.connection(group, device, pairs)
     ranks = dist.get_process_group_ranks(group)
-    what = "pairs" if pairs else "connected"
-    return _once((what, lane(), device.type, str(group.group_name)), ranks, "axes", connect)
+    purpose = "pairs" if pairs else "connected"
+    return _once((purpose, lane(), device.type, str(group.group_name)), ranks, "axes", connect)
 
 
 def _once(
-    key: tuple[str | int, ...], ranks: list[int], of: str, make: Callable[[], dist.ProcessGroup]
+    key: tuple[str | int, ...], ranks: list[int], caller: str, make: Callable[[], dist.ProcessGroup]
 ) -> dist.ProcessGroup:
     world = world_of_thread()
     future = world.made.get(key)
@@ -118,13 +118,13 @@ def _once(
         if future is own_future:
             try:
                 if process_groups.between_processes():
-                    waiting.meet(repr(key), ranks, "the making of a group", of)
+                    waiting.meet(repr(key), ranks, "the making of a group", caller)
                     # A rank that is killed now would be waited for inside the backend, for minutes.
-                    with waiting.on("the connecting of a group", f"meeting {key!r}", of, ranks):
-                        made = make()
+                    with waiting.on("the connecting of a group", f"meeting {key!r}", caller, ranks):
+                        group = make()
                 else:
-                    made = make()
-                own_future.set_result(made)
+                    group = make()
+                own_future.set_result(group)
             except BaseException as error:
                 world.made.pop(key)  # a later call tries again
                 own_future.set_exception(error)
@@ -157,5 +157,5 @@ def groups_of_steps(ranks: list[int]) -> list[dist.ProcessGroup]:
         if owner == lane_name and use in OF_STEPS and promise.done() and promise.exception() is None
     ]
     groups += [world.group] if world.group is not None and not lane_name else []
-    among = set(ranks)
-    return [group for group in groups if group.size() > 1 and among.issuperset(dist.get_process_group_ranks(group))]
+    members = set(ranks)
+    return [group for group in groups if group.size() > 1 and members.issuperset(dist.get_process_group_ranks(group))]

@@ -41,12 +41,12 @@ def lane() -> str:
         # If several lanes are at work, nothing tells which of them this thread works for.
         lanes = {name for _, name in list(entered)}
         return lanes.pop() if len(lanes) == 1 else ""
-    own: str | None = thread.__dict__.get("_shardfn_lane")
-    if own is None:
-        own = "" if process_groups.worlds_of_threads() else _NUMBERS.sub("", thread.name)
-        _refuse_twins(thread, own)
-        thread.__dict__["_shardfn_lane"] = own
-    return own
+    name: str | None = thread.__dict__.get("_shardfn_lane")
+    if name is None:
+        name = "" if process_groups.worlds_of_threads() else _NUMBERS.sub("", thread.name)
+        _refuse_twins(thread, name)
+        thread.__dict__["_shardfn_lane"] = name
+    return name
 
 
 def _refuse_twins(thread: threading.Thread, lane: str) -> None:

@@ -56,8 +56,8 @@ def found(environ: Environ, pid: int) -> Start | None:
             and each would form a world of its own.
     """
     task = scheduled(environ, pid)
-    rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE", least=1)
-    local, local_size = _number(environ, "LOCAL_RANK"), _number(environ, "LOCAL_WORLD_SIZE", least=1)
+    rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE", minimum=1)
+    local, local_size = _number(environ, "LOCAL_RANK"), _number(environ, "LOCAL_WORLD_SIZE", minimum=1)
     _below("RANK", rank, "WORLD_SIZE", size)
     _below("LOCAL_RANK", local, "LOCAL_WORLD_SIZE", local_size)
     if local_size is not None and size is not None and local_size > size:
@@ -73,12 +73,12 @@ def found(environ: Environ, pid: int) -> Start | None:
             return None
         host, port = address(environ, task, task.launcher)
         return replace(task, host=host, port=port)
-    given = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") if environ.get(name)]
-    if given:
-        missing = " and ".join(name for name in ("RANK", "WORLD_SIZE") if name not in given)
+    set_names = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") if environ.get(name)]
+    if set_names:
+        missing = " and ".join(name for name in ("RANK", "WORLD_SIZE") if name not in set_names)
         raise ValueError(
-            f"make_mesh: {given[0]}={environ[given[0]]} is set, but not {missing}: start the program by torchrun, "
-            f"which sets them all, or unset {given[0]} for a process alone"
+            f"make_mesh: {set_names[0]}={environ[set_names[0]]} is set, but not {missing}: start the program by "
+            f"torchrun, which sets them all, or unset {set_names[0]} for a process alone"
         )
     return None
 
@@ -104,7 +104,7 @@ def said_by_job(environ: Environ) -> int:
     """Returns the number of tasks of a SLURM job whose script or shell runs this process without srun; else 1."""
     if not environ.get("SLURM_JOB_ID") or _step(environ) is not None or environ.get("OMPI_COMM_WORLD_SIZE"):
         return 1
-    return _number(environ, "SLURM_NTASKS", least=1) or 1
+    return _number(environ, "SLURM_NTASKS", minimum=1) or 1
 
 
 def _of_srun(environ: Environ, pid: int) -> Start | None:
@@ -112,9 +112,9 @@ def _of_srun(environ: Environ, pid: int) -> Start | None:
     if step is None:
         return None
     names = "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"
-    rank, size = _needed(environ, names[0], "srun"), _needed(environ, names[1], "srun", least=1)
+    rank, size = _needed(environ, names[0], "srun"), _needed(environ, names[1], "srun", minimum=1)
     _below(names[0], rank, names[1], size)
-    tasks = _number(environ, "SLURM_STEP_NUM_TASKS", least=1)
+    tasks = _number(environ, "SLURM_STEP_NUM_TASKS", minimum=1)
     if tasks is not None and tasks != size:
         raise ValueError(
             f"make_mesh: SLURM_NTASKS={size}, but this srun has started SLURM_STEP_NUM_TASKS={tasks}: do not set "
@@ -129,7 +129,7 @@ def _of_srun(environ: Environ, pid: int) -> Start | None:
     job = _needed(environ, "SLURM_JOB_ID", "srun")
     nodelist = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
     host = _first(nodelist) if nodelist else ""
-    if _number(environ, "SLURM_STEP_NUM_NODES", least=1) == 1:
+    if _number(environ, "SLURM_STEP_NUM_NODES", minimum=1) == 1:
         host = "127.0.0.1"
     # Jobs, and steps of one job, that share a node need different ports.
     port = FIRST_PORT + (31 * job + step) % PORTS
@@ -150,8 +150,8 @@ def _of_mpirun(environ: Environ) -> Start | None:
         names, on_node = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"), "MPI_LOCALNRANKS"
         if not environ.get(names[2]):  # srun may set PMI_RANK and PMI_SIZE, too
             return None
-    rank, size = _needed(environ, names[0], "mpirun"), _needed(environ, names[1], "mpirun", least=1)
-    local, local_size = _number(environ, names[2]), _number(environ, on_node, least=1)
+    rank, size = _needed(environ, names[0], "mpirun"), _needed(environ, names[1], "mpirun", minimum=1)
+    local, local_size = _number(environ, names[2]), _number(environ, on_node, minimum=1)
     _below(names[0], rank, names[1], size)
     _below(names[2], local, on_node, local_size)
     job, port = environ.get("PMIX_NAMESPACE") or environ.get("SLURM_JOB_ID"), 29500  # torch's default
@@ -164,7 +164,7 @@ def _one_world(environ: Environ, task: Start, rank: int, size: int, local: int |
     """Raises ValueError if RANK and WORLD_SIZE do not describe a world of all tasks that a scheduler started."""
     launch = f"{task.launcher} has started {task.size} tasks ({task.names[1]})"
     if environ.get("TORCHELASTIC_RUN_ID"):
-        agents = _number(environ, "GROUP_WORLD_SIZE", least=1) or 1
+        agents = _number(environ, "GROUP_WORLD_SIZE", minimum=1) or 1
         if agents < task.size:
             raise ValueError(
                 f"make_mesh: {launch}, each of them a torchrun, but this one's world has {agents} of them: say "
@@ -176,10 +176,10 @@ def _one_world(environ: Environ, task: Start, rank: int, size: int, local: int |
         _refuse_others(task, rank, size, local)
 
 
-def _refuse_others(task: Start, *own: int | None) -> None:
+def _refuse_others(task: Start, *values: int | None) -> None:
     """Raises ValueError if RANK, WORLD_SIZE or LOCAL_RANK is set and differs from the scheduler's value."""
     stated = task.rank, task.size, task.local_rank
-    for name, value, its, their in zip(("RANK", "WORLD_SIZE", "LOCAL_RANK"), own, task.names, stated, strict=True):
+    for name, value, its, their in zip(("RANK", "WORLD_SIZE", "LOCAL_RANK"), values, task.names, stated, strict=True):
         if value is not None and their is not None and value != their:
             raise ValueError(f"make_mesh: {name}={value}, but {task.launcher} has set {its}={their}. {_unset(name)}")
 
@@ -238,20 +238,20 @@ def _first(nodelist: str) -> str:
         raise ValueError(f"make_mesh: in SLURM's list of nodes: {error}; export MASTER_ADDR=HOST before srun") from None
 
 
-def _number(environ: Environ, name: str, least: int = 0) -> int | None:
+def _number(environ: Environ, name: str, minimum: int = 0) -> int | None:
     """Returns a variable's value as an int; None if it is unset or empty."""
     text = environ.get(name, "")
     if not text:
         return None
-    if not text.isascii() or not text.isdecimal() or int(text) < least:
+    if not text.isascii() or not text.isdecimal() or int(text) < minimum:
         raise ValueError(
-            f"make_mesh: {name}={text!r} is not a number from {least} on: unset it, or let launchers set it"
+            f"make_mesh: {name}={text!r} is not a number from {minimum} on: unset it, or let launchers set it"
         )
     return int(text)
 
 
-def _needed(environ: Environ, name: str, launcher: str, least: int = 0) -> int:
-    value = _number(environ, name, least)
+def _needed(environ: Environ, name: str, launcher: str, minimum: int = 0) -> int:
+    value = _number(environ, name, minimum)
     if value is None:
         raise ValueError(
             f"make_mesh: {launcher} has started this process, but {name} is not set: do not unset it, as env -i and "

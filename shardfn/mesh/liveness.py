@@ -41,12 +41,12 @@ class ConnectionState:
 
 def quiet_hosts(readings: Iterable[ConnectionState]) -> dict[str, float]:
     """Returns the addresses that were asked and answer on no connection, with the seconds since their last answer."""
-    asked: dict[str, int] = {}
+    probes_sent: dict[str, int] = {}
     quiet: dict[str, float] = {}
     for reading in readings:
-        asked[reading.address] = asked.get(reading.address, 0) + reading.asked
+        probes_sent[reading.address] = probes_sent.get(reading.address, 0) + reading.asked
         quiet[reading.address] = min(quiet.get(reading.address, reading.quiet), reading.quiet)
-    return {address: seconds for address, seconds in quiet.items() if asked[address] and seconds >= DOUBT}
+    return {address: seconds for address, seconds in quiet.items() if probes_sent[address] and seconds >= DOUBT}
 
 
 def readings() -> list[ConnectionState]:
@@ -60,8 +60,8 @@ def readings() -> list[ConnectionState]:
             information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 60)
             _, _, retransmits, probes, backoff = struct.unpack_from("5B", information)
             received, answered = struct.unpack_from("2I", information, 52)  # milliseconds
-            asked = retransmits + probes + backoff
-            result.append(ConnectionState(_host(connection.getpeername()), asked, min(received, answered) / 1e3))
+            unanswered = retransmits + probes + backoff
+            result.append(ConnectionState(_host(connection.getpeername()), unanswered, min(received, answered) / 1e3))
     return result
 
 
@@ -92,12 +92,12 @@ def has_ended(process: str) -> bool:
         return False
     try:
         os.kill(int(pid), 0)
-        state, now = _status(int(pid))
+        state, start_time = _status(int(pid))
     except ProcessLookupError:
         return True
     except OSError:  # another user's, or hidden
         return False
-    return state in "ZX" or now != began
+    return state in "ZX" or start_time != began
 
 
 @functools.cache

@@ -68,10 +68,10 @@ def as_if_at(axis: AxisName, index: int) -> Iterator[None]:
     mesh, axes = _scope.mesh, _scope.axes
     assert mesh is not None, "an axis belongs to a mesh"
     assert axes is not None, "a mesh has axes"
-    there = dataclasses.replace(bound_axis(axis, "axis"), index=index)
+    axis_there = dataclasses.replace(bound_axis(axis, "axis"), index=index)
     names = as_names(axis)
     used = {known: bound for known, bound in axes.used.items() if not set(as_names(known)) & set(names)}
-    there_axes = dataclasses.replace(axes, used=used | dict.fromkeys((axis, names), there))
+    there_axes = dataclasses.replace(axes, used=used | dict.fromkeys((axis, names), axis_there))
     with replaced(_scope, elsewhere=True), _scoped(mesh, there_axes):
         yield
 
@@ -168,8 +168,12 @@ def mesh_of(grid: Grid, where: str) -> DeviceMesh:
             alive = world.again[canonical] = made_again(canonical, device)
         return alive
     if grid_of(mesh) is not grid and grid_of(mesh) != grid:
-        own = grid_of(mesh)
-        got = str(own) if str(own) != str(grid) else f"{own}, with other ranks: {own.ranks}, not {grid.ranks}"
+        own_grid = grid_of(mesh)
+        got = (
+            str(own_grid)
+            if str(own_grid) != str(grid)
+            else f"{own_grid}, with other ranks: {own_grid.ranks}, not {grid.ranks}"
+        )
         raise ValueError(
             f"{where} is placed on a mesh ({grid}), but the mesh in scope has ({got}): run it on its own mesh, or "
             f"place it anew with shardfn.shard(shardfn.unshard(...), mesh, ...)"

@@ -168,13 +168,13 @@ def check(leaf: Leaf, mesh: DeviceMesh, where: str) -> None:
         _check_rank(leaf.value.shape, leaf.spec, mesh, name)
 
 
-def check_own(leaf: Leaf, own: P, where: str) -> None:
+def check_own(leaf: Leaf, carried: P, where: str) -> None:
     """Raises ValueError if the declared spec differs from the one that the value carries."""
-    if isinstance(leaf.spec, P) and not leaf.spec.same(own):
+    if isinstance(leaf.spec, P) and not leaf.spec.same(carried):
         name = short(f"{where}: {leaf.path}", 600)
         raise ValueError(
-            f"{name} is placed as {short(own)}, but its spec is {short(leaf.spec)}: declare {short(own)}, or `...` "
-            f"(as the value says)"
+            f"{name} is placed as {short(carried)}, but its spec is {short(leaf.spec)}: declare {short(carried)}, or "
+            f"`...` (as the value says)"
         )
 
 
@@ -248,14 +248,14 @@ def global_shape(shape: Sequence[int], spec: P, mesh: DeviceMesh, name: str = "v
     return tuple(n * (cuts[dim] if dim < len(cuts) else 1) for dim, n in enumerate(shape))
 
 
-def joined(*words: Any) -> str:
+def joined(*parts: Any) -> str:
     """Joins keys or paths by dots, leaving out empty ones.
 
     Example:
         >>> joined("blocks", 0, "attn.q"), joined("", "norm.weight")
         ('blocks.0.attn.q', 'norm.weight')
     """
-    return ".".join(word for word in map(str, words) if word)
+    return ".".join(part for part in map(str, parts) if part)
 
 
 def dotted(accessor: Iterable[Any]) -> str:

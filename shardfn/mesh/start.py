@@ -100,8 +100,8 @@ def _start(device: str, timeout: timedelta | None) -> tuple[Card, ...]:
         _complain(error)
         raise
     life = store_of_this_life(store, start.rank, start.size) if agents_store() else _life(store)
-    mine = _card(device, start.size, start.local_rank, timeout)
-    cards = roll_call(dist.PrefixStore("shardfn/roll", life), start.rank, mine, limit)  # type: ignore[attr-defined]
+    own_card = _card(device, start.size, start.local_rank, timeout)
+    cards = roll_call(dist.PrefixStore("shardfn/roll", life), start.rank, own_card, limit)  # type: ignore[attr-defined]
     choose_device(device, local_rank(start.rank, cards))
     dist.init_process_group(store=life, rank=start.rank, world_size=start.size, timeout=timeout)
     atexit.register(_end_distributed)
@@ -139,17 +139,17 @@ def _cards(device: str) -> tuple[Card, ...]:
     cards: tuple[Card, ...] | None = agreed.get(f"cards {device}")
     if cards is None:
         local = os.environ.get("LOCAL_RANK", "")
-        mine = _card(device, size, int(local) if local.isdecimal() else None, None)
+        own_card = _card(device, size, int(local) if local.isdecimal() else None, None)
         if size == 1:
             launchers.check_begun(os.environ, os.getpid(), size)
-            return agreed.setdefault(f"cards {device}", (mine,))
+            return agreed.setdefault(f"cards {device}", (own_card,))
         store, world = process_groups.default_store(), dist.group.WORLD
         assert world is not None
         number = agreed["roll calls"] = agreed.get("roll calls", -1) + 1
         with waiting.on("the first mesh", world.group_name, "make_mesh", range(size)) as wait:
             cards = agreed[f"cards {device}"] = roll_call(
                 dist.PrefixStore(f"shardfn/roll {number}", store),  # type: ignore[attr-defined]
-                dist.get_rank(), mine, store.timeout.total_seconds(), lambda: wait.verdict,
+                dist.get_rank(), own_card, store.timeout.total_seconds(), lambda: wait.verdict,
             )  # fmt: skip
         _met(cards)
     return cards

@@ -151,7 +151,7 @@ def forget(groups: Iterable[str]) -> None:
     comparisons.forget(names)
 
 
-def meet(name: str, ranks: Sequence[int], what: str, of: str) -> None:
+def meet(name: str, ranks: Sequence[int], operation: str, caller: str) -> None:
     """Waits through the store until all of these ranks have come to the same place.
 
     Raises:
@@ -163,7 +163,7 @@ def meet(name: str, ranks: Sequence[int], what: str, of: str) -> None:
     store.set(own_key, "")
     keys = [f"shardfn/meeting/{name}/{rank}" for rank in ranks]
     turns = itertools.cycle(range(len(ranks)))
-    with on(what, f"meeting {name}", of, ranks, note=watchdog.STARTS) as wait:
+    with on(operation, f"meeting {name}", caller, ranks, note=watchdog.STARTS) as wait:
         while not _came(store, keys):
             if wait.verdict or time.monotonic() > limit:
                 store.delete_key(own_key)  # whoever comes later must not find it
@@ -217,11 +217,11 @@ def _failed(wait: on, error: RuntimeError) -> RuntimeError:
         return RuntimeError(watchdog.since_when(wait, broken_groups[wait.group]))
     own_rank = watchdog.watcher.rank
     states: dict[int, State] = {}
-    others: list[int] = []
+    peers: list[int] = []
     silent = False
     with contextlib.suppress(Exception):  # the store may have gone with a rank
-        others = [rank for rank in watchdog.ranks_of(wait) if rank != own_rank][:64]
-        states = watchdog.read_states(process_groups.default_store(), others)
+        peers = [rank for rank in watchdog.ranks_of(wait) if rank != own_rank][:64]
+        states = watchdog.read_states(process_groups.default_store(), peers)
         silent = True
     own_wait, verdict = [get_ident(), wait.group, wait.key, wait.count], ""
     for state in states.values():
@@ -235,19 +235,19 @@ def _failed(wait: on, error: RuntimeError) -> RuntimeError:
         return RuntimeError(watchdog.since_when(wait, broken_groups.setdefault(wait.group, since[0])))
     stalled = [rank for rank, state in states.items() if state["ended"] or state["vain"] or state["threads"]]
     explained = [rank for rank, state in states.items() if state["ended"] or state["vain"]]
-    gone = [] if explained else _gone(others)
+    gone = [] if explained else _gone(peers)
     message = f"rank {own_rank} waited in vain for {watchdog.text_of(wait, get_ident())}"
     if stalled and not gone:
         return RuntimeError(advised(f"{message}: {standing(stalled, states)}"))
     subject = f"{ranks_named(gone)} {'has' if len(gone) == 1 else 'have'}" if gone else "a rank has"
     last = comparisons.last()
-    look = "look first at its output, and at the system's log"
+    advice = "look first at its output, and at the system's log"
     if silent:
         last = f". The last that all ranks came to was {last}" if last else ""
-        how = f"{watchdog.KILLED}; {look}{last}"
+        ending = f"{watchdog.KILLED}; {advice}{last}"
     else:
-        how = f"ended{f', after {last}' if last else ''}, and cannot be asked whether it was killed; {look}"
-    return RuntimeError(f"{message}: {subject} {how} ({brief(error)})")
+        ending = f"ended{f', after {last}' if last else ''}, and cannot be asked whether it was killed; {advice}"
+    return RuntimeError(f"{message}: {subject} {ending} ({brief(error)})")
 
 
 def _gone(ranks: Sequence[int]) -> list[int]:

@@ -170,8 +170,8 @@ def state_of(beat: int, stuck: dict[int, on], vain: Vain | None = None, ended: s
         if thread in alive:
             used.setdefault(thread, []).append(group)
         totals = counts.setdefault(group, {})
-        for (what, of), n in list(kinds.items()):
-            totals[f"{what} {of}"] = totals.get(f"{what} {of}", 0) + n
+        for (operation, caller), n in list(kinds.items()):
+            totals[f"{operation} {caller}"] = totals.get(f"{operation} {caller}", 0) + n
     threads = [
         {"thread": thread, "main": thread == main, "used": groups, "wait": _wait(thread, stuck.get(thread))}
         for thread, groups in used.items()
@@ -184,12 +184,12 @@ def state_of(beat: int, stuck: dict[int, on], vain: Vain | None = None, ended: s
 def _wait(thread: int, wait: on | None) -> dict[str, Any] | None:
     if wait is None:
         return None
-    place, told = comparisons.reaching.get(thread), text_of(wait, thread)
+    place, text = comparisons.reaching.get(thread), text_of(wait, thread)
     return {
         "group": wait.group,
         "ranks": ranks_of(wait),
-        "told": told,
-        "where": "" if "called at" in told else callers.of_thread(thread),
+        "told": text,
+        "where": "" if "called at" in text else callers.of_thread(thread),
         "note": "" if wait.note in (STARTS, COMPILES) else short(wait.note, 640),
         "key": wait.key,
         "count": wait.count,
@@ -309,25 +309,25 @@ class Watcher:
         """Publishes what this rank waits for, and checks what the others do."""
         for callback in list(looking.values()):
             callback(self.reach())
-        now, current_waits = time.monotonic(), waits | self.in_barrier()
+        current_time, current_waits = time.monotonic(), waits | self.in_barrier()
         since = {}
         for thread, wait in current_waits.items():
-            seen = self.since.get(thread)
-            since[thread] = seen if seen is not None and seen[0]() is wait else (weakref.ref(wait), now)
+            known = self.since.get(thread)
+            since[thread] = known if known is not None and known[0]() is wait else (weakref.ref(wait), current_time)
         self.since = since
         self.leave_the_deaf()
         patience, tick = _pace()
-        stuck = {thread: wait for thread, wait in current_waits.items() if now - since[thread][1] >= patience}
-        if stuck and self.bereft(stuck, now):
+        stuck = {thread: wait for thread, wait in current_waits.items() if current_time - since[thread][1] >= patience}
+        if stuck and self.bereft(stuck, current_time):
             return
         self.spoke = {thread: when for thread, when in self.spoke.items() if thread in stuck}
-        if any(now - began >= tick for _, began in since.values()) and self.vanished(stuck):
+        if any(current_time - began >= tick for _, began in since.values()) and self.vanished(stuck):
             return
         if stuck or self.told or self.stands != (comparisons.last(), comparisons.left()):
             self.tell(stuck)
         # More rarely in a large world, all of whose ranks read from one store.
         if stuck and self.beat % (1 + dist.get_world_size() // 64) == 0:
-            self.think(stuck, now)
+            self.think(stuck, current_time)
 
     def in_barrier(self) -> dict[int, on]:
         """Returns the main thread's wait in a barrier of the program's own, if it is in one."""
@@ -379,13 +379,13 @@ class Watcher:
         first()
         _break({wait.group for wait in stuck.values() if wait.ranks is None or wait.sided})
 
-    def bereft(self, stuck: dict[int, on], now: float) -> bool:
+    def bereft(self, stuck: dict[int, on], current_time: float) -> bool:
         """Whether rank 0 has ended, and with it the store that it served; gives up waits for it that are long."""
         if not liveness.has_ended(self.server):
             return False
         self.dead.add(0)
         long = _pace()[0] * STARTING  # nobody can tell any more who else comes late
-        lost = {t: wait for t, wait in stuck.items() if now - self.since[t][1] >= long and 0 in ranks_of(wait)}
+        lost = {t: wait for t, wait in stuck.items() if current_time - self.since[t][1] >= long and 0 in ranks_of(wait)}
         for wait in lost.values():
             if not wait.verdict:
                 self.given |= _threads_at(wait)
@@ -409,7 +409,7 @@ class Watcher:
         """Sets the state that others read of this rank."""
         store.set(_KEY.format(self.rank), json.dumps(state_of(beat, stuck, self.vain, ended)))
 
-    def think(self, stuck: dict[int, on], now: float) -> None:
+    def think(self, stuck: dict[int, on], current_time: float) -> None:
         """Gives up waits that this rank or another has found hopeless, and logs the others."""
         self.bury({rank for wait in stuck.values() for rank in ranks_of(wait)} - {self.rank})
         states = self.reached(stuck)
@@ -434,17 +434,19 @@ class Watcher:
                 self.give_up(wait, stuck)
                 continue
             begins = wait.note == STARTS and thread not in calls
-            waited, slow = now - self.since[thread][1], begins or wait.note == COMPILES
+            waited, slow = current_time - self.since[thread][1], begins or wait.note == COMPILES
             patience = _pace()[0] * (STARTING if slow else 1)
             concerns = wait is not self.barrier or (self.rank, thread) in hopeless
-            if now >= self.spoke.get(thread, 0) and waited >= patience and concerns:
-                self.spoke[thread] = now + 2 * waited
+            if current_time >= self.spoke.get(thread, 0) and waited >= patience and concerns:
+                self.spoke[thread] = current_time + 2 * waited
                 late = [r for r in ranks_of(wait) if r != self.rank and not (r in states and came(states[r], *key))]
-                why = standing(late, states, _wait(thread, wait)) if late else "all have come, and it has not arrived"
-                said = f"rank {self.rank} has waited {waited:.1f} s for {text_of(wait, thread)}: {why}"
-                note = advice(said) if late else ""
+                reason = (
+                    standing(late, states, _wait(thread, wait)) if late else "all have come, and it has not arrived"
+                )
+                text = f"rank {self.rank} has waited {waited:.1f} s for {text_of(wait, thread)}: {reason}"
+                note = advice(text) if late else ""
                 note += f". {wait.note}" if wait.note and (begins or wait.note != STARTS) else ""
-                _log.warning("%s%s", said, note)
+                _log.warning("%s%s", text, note)
 
     def bury(self, ranks: set[int]) -> None:
         """Publishes that ranks have ended whose processes on this host have done so without a word."""
@@ -485,11 +487,11 @@ class Watcher:
         """Returns the states of this rank, of those it waits for, of those they wait for and so on, and of `also`."""
         # Its own state also goes through JSON, to compare with those of others: tuples become lists.
         states: dict[int, State] = {self.rank: json.loads(json.dumps(state_of(self.beat, stuck, self.vain)))}
-        wanted = {*also, *(rank for wait in stuck.values() for rank in ranks_of(wait))} - states.keys()
-        while wanted:
-            new_states = read_states(self.store, sorted(wanted))
+        missing = {*also, *(rank for wait in stuck.values() for rank in ranks_of(wait))} - states.keys()
+        while missing:
+            new_states = read_states(self.store, sorted(missing))
             states |= new_states
-            wanted = {
+            missing = {
                 rank
                 for state in new_states.values()
                 for thread in state["threads"] or ()
@@ -503,12 +505,14 @@ class Watcher:
     def sure(self, hopeless: dict[Thread, list[int]], states: dict[int, State]) -> bool:
         """Whether an earlier check found the same hopeless waits, and all their ranks have published twice since."""
         waits_of = waits_by_thread(states)
-        now = sorted((*thread, *(waits_of[thread][name] for name in ("group", "key", "count"))) for thread in hopeless)
+        waits = sorted(
+            (*thread, *(waits_of[thread][name] for name in ("group", "key", "count"))) for thread in hopeless
+        )
         # States are read one by one, so one reading may mix moments; two later beats of each rank confirm it.
         beats = {rank: states[rank]["beat"] for rank, _ in hopeless}
-        if self.suspects[0] != now:
-            self.suspects = now, beats
-        return bool(now) and all(beats[rank] >= before + 2 for rank, before in self.suspects[1].items())
+        if self.suspects[0] != waits:
+            self.suspects = waits, beats
+        return bool(waits) and all(beats[rank] >= before + 2 for rank, before in self.suspects[1].items())
 
     def give_up(self, wait: on, stuck: dict[int, on]) -> None:
         """Wakes the thread that is blocked in a wait, with an error."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.optim.differentiable import filled, lent, numbered, refuse_overwriting
+from shardfn.optim.differentiable import filled, numbered, refuse_overwriting, shared_values
 from shardfn.optim.hyperparameters import Schedule, begun, check, constants, made_of_numbers
 from shardfn.optim.norms import squares, totals, wide
 from shardfn.optim.optimizer import Optimizer, Rule, of_rule
@@ -73,7 +73,7 @@ class _Whole:
         return leaves.like(zeros(unit.values) if unit.trainable else None for unit in leaves.each)
 
     def updated(self, leaves: Units, state: Any, grads: list[Tensor | None], weights: _Powers) -> Any:
-        def one(unit: Unit, old: Tensor, grad: Tensor) -> Tensor:
+        def updated_unit(unit: Unit, old: Tensor, grad: Tensor) -> Tensor:
             spans = weights.spans(unit)
             if len(spans) == 1:
                 return old.lerp(grad.square(), spans[0][0])
@@ -81,9 +81,9 @@ class _Whole:
             return joined(parts, unit._replace(values=old), [(start, stop) for _, start, stop in spans])
 
         rows = zip(leaves.each, leaves.beside(state), grads, strict=True)
-        return leaves.like(old if grad is None else one(unit, old, grad) for unit, old, grad in rows)
+        return leaves.like(old if grad is None else updated_unit(unit, old, grad) for unit, old, grad in rows)
 
-    def of(self, leaves: Units, state: Any, i: int, minimum: float) -> Tensor:
+    def moments_of(self, leaves: Units, state: Any, i: int, minimum: float) -> Tensor:
         del minimum
         moments: Tensor = leaves.beside(state)[i]
         return moments
@@ -113,28 +113,28 @@ class _Factored:
         moving = {path for unit, grad in pairs if grad is not None for _, path, _ in spread(unit)}
         new = {}
         for path in [path for path in state if path in moving]:
-            old, weight = state[path], weights.of(path)
+            old, weight = state[path], weights.for_path(path)
             weight = weight.to(old.dtype) if isinstance(weight, Tensor) else weight
             new[path] = old.lerp(sums[path] / _counts(shapes[path], old), weight)
         return state | new
 
-    def of(self, leaves: Units, state: Any, i: int, minimum: float) -> Tensor:
+    def moments_of(self, leaves: Units, state: Any, i: int, minimum: float) -> Tensor:
         unit = leaves.each[i]
         ones = torch.ones_like(unit.values)
-        means_by_path, ties = lent(state, unit)
+        means_by_path, ties = shared_values(state, unit)
         return filled(
             ones, unit, (_estimate(s, means_by_path[s.path], minimum).to(ones.dtype) for s in unit.filled), ties
         )
 
 
 class _Powers:
-    """A power of the count of steps, of each parameter's own."""
+    """A power of each parameter's step count."""
 
     def __init__(self, count: Any, missed: Missed, exponent: float) -> None:
         self.count, self.missed, self.exponent = count, missed, exponent
         self.usual = _real(count) ** exponent
 
-    def of(self, path: str) -> Any:
+    def for_path(self, path: str) -> Any:
         """The power for a parameter."""
         has_missed = path in self.missed
         return _real(self.count - self.missed.get(path, 0)) ** self.exponent if has_missed else self.usual
@@ -171,7 +171,8 @@ def _optimizer(moments: Any, numbers: dict[str, Any], eps: float | None, donate:
             for i, grad in enumerate(gs):
                 if grad is not None:
                     root_bound = torch.finfo(grad.dtype).eps if eps is None else eps
-                    grad = moments.of(leaves, square, i, root_bound).clamp(min=root_bound * root_bound).rsqrt() * grad
+                    mean_square = moments.moments_of(leaves, square, i, root_bound).clamp(min=root_bound * root_bound)
+                    grad = mean_square.rsqrt() * grad
                 updates.append(grad)
             moving = [
                 unit._replace(values=unit.values if x is None else x, trainable=x is not None)
@@ -182,20 +183,20 @@ def _optimizer(moments: Any, numbers: dict[str, Any], eps: float | None, donate:
             values = [unit.values for unit in leaves.each]
             for i, (unit, update) in enumerate(zip(leaves.each, updates, strict=True)):
                 if update is not None:
-                    new = _moved(unit, update, sizes, hparams, bounds)
+                    new = _adafactor_values(unit, update, sizes, hparams, bounds)
                     values[i] = unit.values.copy_(new) if donate else new
         return params if donate else leaves.like(values), state | {"step": count, "missed": missed, "square": square}
 
     return Optimizer(init, on_whole(step))
 
 
-def _moved(unit: Unit, update: Tensor, sizes: Any, hparams: dict[str, Any], bounds: _Powers) -> Tensor:
-    """A unit's values after the step; each parameter is scaled by its own norms."""
-    (of_params, ties), (of_updates, update_ties) = (lent(sums, unit) for sums in sizes)
+def _adafactor_values(unit: Unit, update: Tensor, sizes: Any, hparams: dict[str, Any], bounds: _Powers) -> Tensor:
+    """Returns a unit's values after the step; each parameter is scaled by its own norms."""
+    (of_params, ties), (of_updates, update_ties) = (shared_values(sums, unit) for sums in sizes)
     rates, lr_ties = numbered(hparams["lr"], unit)
     flat, parts = unit.values.reshape(-1), []
     for segment in unit.filled:
-        max_rate = bounds.of(segment.path)
+        max_rate = bounds.for_path(segment.path)
         n, p = math.prod(segment.whole), flat[segment.start : segment.stop]
         lr = rates[segment.path]
         bounded = (
@@ -216,7 +217,7 @@ def _moved(unit: Unit, update: Tensor, sizes: Any, hparams: dict[str, Any], boun
 
 
 def _length(full_shape: tuple[int, ...]) -> int:
-    """How many means there are: one for each row and each column."""
+    """The number of means: one for each row and each column."""
     return math.prod(full_shape[:-1]) + math.prod(full_shape[:-2]) * full_shape[-1]
 
 
@@ -226,14 +227,14 @@ def _real(count: Any) -> Any:
 
 
 def _counts(full_shape: tuple[int, ...], template: Tensor) -> Tensor:
-    """How many elements each mean is over: first for each row, then for each column."""
+    """The number of elements in each mean: first for each row, then for each column."""
     counts = torch.full_like(template, max(1, full_shape[-2]))
     counts[: math.prod(full_shape[:-1])] = max(1, full_shape[-1])
     return counts
 
 
 def _sums(segment: Segment, squared: Tensor) -> Tensor:
-    """What this rank's elements add to the sums of the parameter's rows and columns, as one vector."""
+    """This rank's terms of the sums over the parameter's rows and columns, as one vector."""
     # Zeros pad this rank's elements to whole rows.
     columns = segment.shape[-1]
     first, before = divmod(segment.first, columns)

@@ -21,7 +21,7 @@ from shardfn.shards.pieces import Unit, joined, spread
 from shardfn.transforms.step import current_step
 
 
-def lent(shared: dict[str, Tensor], unit: Unit) -> tuple[dict[str, Tensor], list[Tensor]]:
+def shared_values(shared: dict[str, Tensor], unit: Unit) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Returns values that all ranks share, one per parameter of a unit, for use with the elements of this rank.
 
     `pvary` makes their gradient the sum over the ranks; all ranks must take part in its transpose. The second value
@@ -43,12 +43,12 @@ def lent(shared: dict[str, Tensor], unit: Unit) -> tuple[dict[str, Tensor], list
     return varying, ties
 
 
-def tied(x: Tensor, others: Iterable[Tensor]) -> Tensor:
-    """`x`, made to depend on `others` as well, without taking any element of them.
+def tied(x: Tensor, dependencies: Iterable[Tensor]) -> Tensor:
+    """Makes `x` depend on `dependencies` too, without using any of their elements.
 
     A rank that holds nothing of some parameters must still take part in the collectives of derivatives through them.
     """
-    empties = [other.reshape(1, -1)[:, :0].to(x.dtype) for other in others if differentiable(other)]
+    empties = [other.reshape(1, -1)[:, :0].to(x.dtype) for other in dependencies if differentiable(other)]
     # Derivatives of exp depend on its argument, and so derivatives of any order on all of these tensors. Rows, since
     # the gradient that torch.cat gives an empty vector has no graph.
     return torch.cat([x.reshape(1, -1), torch.cat(empties, 1).exp()], 1).view(x.shape) if empties else x
@@ -60,22 +60,22 @@ def filled(base: Tensor, unit: Unit, parts: Iterable[Tensor], ties: Iterable[Ten
     return tied(joined(list(parts), unit._replace(values=base.reshape(-1)), spans).view(base.shape), ties)
 
 
-def numbered(number: Any, unit: Unit) -> tuple[dict[str, Any], list[Tensor]]:
-    """A number that all ranks share, by parameter of a unit; a tensor goes through `lent`."""
-    by_path = {path: number for _, path, _ in spread(unit)}
-    return lent(by_path, unit) if isinstance(number, Tensor) else (by_path, [])
+def numbered(value: Any, unit: Unit) -> tuple[dict[str, Any], list[Tensor]]:
+    """A number that all ranks share, by parameter of a unit; a tensor goes through `shared_values`."""
+    by_path = {path: value for _, path, _ in spread(unit)}
+    return shared_values(by_path, unit) if isinstance(value, Tensor) else (by_path, [])
 
 
-def varied(number: Any, unit: Unit) -> Any:
+def varied(value: Any, unit: Unit) -> Any:
     """The same number for all elements of a unit: the number itself, or a vector if it may be differentiated."""
-    if not isinstance(number, Tensor) or unit.layout is None or not differentiable(number):
-        return number
-    by_path, ties = numbered(number, unit)
+    if not isinstance(value, Tensor) or unit.layout is None or not differentiable(value):
+        return value
+    by_path, ties = numbered(value, unit)
     rows, last = [], 0
     for seg in unit.segments:
-        rows += [number.detach().expand(seg.start - last), by_path[seg.path].expand(seg.stop - seg.start)]
+        rows += [value.detach().expand(seg.start - last), by_path[seg.path].expand(seg.stop - seg.start)]
         last = seg.stop
-    return torch.cat([*rows, number.detach().expand(unit.values.numel() - last), *ties]).view(unit.values.shape)
+    return torch.cat([*rows, value.detach().expand(unit.values.numel() - last), *ties]).view(unit.values.shape)
 
 
 PURE = "pass donate=False to each optimizer and transform of the chain"

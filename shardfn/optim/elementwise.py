@@ -1,4 +1,4 @@
-"""Optimizers that treat every element alike: SGD, Adam, AdamW, Lion, Sophia.
+"""Elementwise optimizers: SGD, Adam, AdamW, Lion, Sophia.
 
 Such a rule does not depend on where a parameter ends, so it runs on flat shards as they are, in place, with torch's
 fused kernels. With `donate=False` the same rule is differentiable arithmetic on new tensors.
@@ -60,7 +60,7 @@ def _adam_in_place(kernel: Any, pure: Callable[..., tuple[Tensor, tuple[Tensor, 
 
 
 def _own_count(step: Any, n: dict[str, Any]) -> Any:
-    """How many steps the parameters have made that have these numbers."""
+    """The number of steps that the parameters with these numbers have made."""
     return step - n["missed"] if "missed" in n else step
 
 
@@ -80,9 +80,9 @@ def _one_by_one(
 ) -> None:
     """Updates each parameter and its slots by a rule that computes in a dtype."""
     for row in zip(ps, gs, *slots, strict=True):
-        p, g, *own = (x.to(dtype) for x in row)
-        new, kept = pure(p, g, own, step, n)
-        for x, value in zip((row[0], *row[2:]), (new, *kept), strict=True):
+        p, g, *slot_values = (x.to(dtype) for x in row)
+        new, new_slots = pure(p, g, slot_values, step, n)
+        for x, value in zip((row[0], *row[2:]), (new, *new_slots), strict=True):
             x.copy_(value)
 
 
@@ -142,14 +142,14 @@ def _sophia_pure(p: Tensor, g: Tensor, slots: Any, _: int, n: dict[str, Any]) ->
     return p * (1 - n["lr"] * n["weight_decay"]) - n["lr"] * move, (m, h)
 
 
-def _kept(name: str, dtype: torch.dtype | None) -> Rounded | None:
-    """How slots are stored for a `state_dtype`; None for the parameter's dtype."""
+def _slot_storage(name: str, dtype: torch.dtype | None) -> Rounded | None:
+    """Returns the storage of slots for a `state_dtype`; None for the parameter's dtype."""
     if dtype is None:
         return None
     if dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(
-            f"{name}: state_dtype={dtype!r}; it is torch.bfloat16, torch.float32, or None for the parameter's dtype. "
-            f"For 8 bits there are adamw8bit and lion8bit"
+            f"{name}: state_dtype must be torch.bfloat16, torch.float32, or None for the parameter's dtype, got "
+            f"{dtype!r}. For 8 bits there are adamw8bit and lion8bit"
         )
     return Rounded(dtype)
 
@@ -216,7 +216,7 @@ def sgd(
     if momentum:
         numbers |= {"momentum": momentum, "nesterov": nesterov}
     rule = Elementwise(("momentum",) if momentum else (), _sgd_in_place, _sgd_pure)
-    return optimizer("sgd", rule, numbers, donate, _kept("sgd", state_dtype), seed)
+    return optimizer("sgd", rule, numbers, donate, _slot_storage("sgd", state_dtype), seed)
 
 
 @made_of_numbers
@@ -262,7 +262,7 @@ def adam(
         ``adam(warmup_cosine(3e-4, warmup=100, steps=10_000), b2=0.95)``
     """
     numbers = {"lr": lr, "b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
-    return optimizer("adam", ADAM, numbers, donate, _kept("adam", state_dtype), seed)
+    return optimizer("adam", ADAM, numbers, donate, _slot_storage("adam", state_dtype), seed)
 
 
 @made_of_numbers
@@ -306,7 +306,7 @@ def adamw(
         ``adamw(3e-4, weight_decay=lambda path, shape: 0.1 if len(shape) > 1 else 0.0)``
     """
     numbers = {"lr": lr, "b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
-    return optimizer("adamw", ADAMW, numbers, donate, _kept("adamw", state_dtype), seed)
+    return optimizer("adamw", ADAMW, numbers, donate, _slot_storage("adamw", state_dtype), seed)
 
 
 @made_of_numbers
@@ -349,7 +349,7 @@ def lion(
         ``lion(1e-4, weight_decay=1.0)``: a learning rate of about a tenth of AdamW's, and ten times its weight decay
     """
     numbers = {"lr": lr, "b1": b1, "b2": b2, "weight_decay": weight_decay}
-    return optimizer("lion", LION, numbers, donate, _kept("lion", state_dtype), seed)
+    return optimizer("lion", LION, numbers, donate, _slot_storage("lion", state_dtype), seed)
 
 
 @made_of_numbers
@@ -435,7 +435,7 @@ def lion8bit(
 
 @dataclass(frozen=True)
 class Sophia(Optimizer):
-    """An `Optimizer` that is also told of the Hessian's diagonal.
+    """An `Optimizer` that also takes estimates of the Hessian's diagonal.
 
     Attributes:
         estimate: `(params, diagonal, state) -> state`, before a step, every few steps. The diagonal is a tree like the

@@ -38,8 +38,8 @@ class AdamW:
         p, g = columns[:2]
         if p.dtype not in DTYPES or g.dtype not in DTYPES or not fits(*columns):
             return False
-        what = f"shardfn's kernel for 8-bit AdamW of {p.dtype}, gradients {g.dtype}"
-        return trusted(what, p.device, lambda: self._check(p.dtype, g.dtype, p.device))
+        kernel_name = f"shardfn's kernel for 8-bit AdamW of {p.dtype}, gradients {g.dtype}"
+        return trusted(kernel_name, p.device, lambda: self._check(p.dtype, g.dtype, p.device))
 
     def __call__(
         self, columns: Sequence[Tensor], part: Runs, step: int, n: dict[str, Any], ready: bool
@@ -64,41 +64,42 @@ class AdamW:
             else:
                 rate = torch.full((), float(rate), dtype=torch.float32, device=p.device)
             biases = 1 - n["b1"] ** step, math.sqrt(1 - n["b2"] ** step)
-            given = rate, n["b1"], 1 - n["b1"], n["b2"], 1 - n["b2"], *biases, n["eps"], n["weight_decay"]
-            numbers = [x if isinstance(x, Tensor) else float(x) for x in given]
-            both = [tables(code, p.device) for code in (codes.dynamic, codes.positive)]
+            settings = rate, n["b1"], 1 - n["b1"], n["b2"], 1 - n["b2"], *biases, n["eps"], n["weight_decay"]
+            numbers = [x if isinstance(x, Tensor) else float(x) for x in settings]
+            code_tables = [tables(code, p.device) for code in (codes.dynamic, codes.positive)]
             for run in part:
-                at = slice(run.start - part[0].start, run.stop - part[0].start)
-                of = slice(run.at - part[0].at, run.at - part[0].at + run.blocks)
-                each = [x[of if i in (3, 5) else at] for i, x in enumerate(columns)]
-                known = [x for table in both for x in (table.numbers, table.bounds)]
-                kernels.adamw(each, [x[at] for x in out], known, numbers, BLOCK)
+                element_slice = slice(run.start - part[0].start, run.stop - part[0].start)
+                block_slice = slice(run.at - part[0].at, run.at - part[0].at + run.blocks)
+                run_columns = [x[block_slice if i in (3, 5) else element_slice] for i, x in enumerate(columns)]
+                table_values = [x for table in code_tables for x in (table.numbers, table.bounds)]
+                kernels.adamw(run_columns, [x[element_slice] for x in out], table_values, numbers, BLOCK)
         torch.autograd.graph.increment_version([p, *([] if out else columns[2:])])
         return out
 
     def _check(self, dtype: torch.dtype, grad_dtype: torch.dtype, device: torch.device) -> str:
-        """How it differs from its twin, on numbers for which both compute the same state, bit for bit."""
+        """Describes a difference from the eager twin, on inputs for which both are exact; empty if none."""
         columns, part = _samples(dtype, grad_dtype, device)
-        old, ours, theirs = columns[0].clone(), [x.clone() for x in columns], [x.clone() for x in columns]
+        old, results, expected = columns[0].clone(), [x.clone() for x in columns], [x.clone() for x in columns]
         numbers = {"lr": 0.25, "b1": 0.75, "b2": 0.875, "eps": 2.0**-20, "weight_decay": 0.5}
-        self(ours, part, 3, numbers, True)
-        self._twin(theirs, part, 3, numbers)
-        said = _far(old, ours[0], theirs[0])
+        self(results, part, 3, numbers, True)
+        self._twin(expected, part, 3, numbers)
+        mismatch = _far(old, results[0], expected[0])
         for i, slot in enumerate(SLOTS):
-            pairs = [Coded().opened(slot, (x[2 + 2 * i], x[3 + 2 * i]), part) for x in (ours, theirs)]
+            pairs = [Coded().decode(slot, (x[2 + 2 * i], x[3 + 2 * i]), part) for x in (results, expected)]
             finite = pairs[1].isfinite()
-            said = said or difference(f"the {slot}", *map(_one_nan, pairs))
-            said = said or difference(f"the code of the {slot}", *(x[2 + 2 * i][finite] for x in (ours, theirs)))
-            said = said or difference(f"the scale of the {slot}", *(_one_nan(x[3 + 2 * i]) for x in (ours, theirs)))
-        return said
+            mismatch = mismatch or difference(f"the {slot}", *map(_one_nan, pairs))
+            of_codes, scales = ([x[j + 2 * i] for x in (results, expected)] for j in (2, 3))
+            mismatch = mismatch or difference(f"the code of the {slot}", *(x[finite] for x in of_codes))
+            mismatch = mismatch or difference(f"the scale of the {slot}", *map(_one_nan, scales))
+        return mismatch
 
     def _twin(self, columns: Sequence[Tensor], part: Runs, step: int, numbers: dict[str, Any]) -> None:
         p, g, *stored = columns
-        slots = [Coded().opened(slot, (stored[2 * i], stored[2 * i + 1]), part) for i, slot in enumerate(SLOTS)]
+        slots = [Coded().decode(slot, (stored[2 * i], stored[2 * i + 1]), part) for i, slot in enumerate(SLOTS)]
         moving = p.float()
         self._in_place([moving], [g.float()], [[x] for x in slots], step, numbers)
         p.copy_(moving)
-        (closed,) = Coded().closed(units({"w": p}), SLOTS, [Opened(0, part, slots)], None, together=False)
+        (closed,) = Coded().closed(units({"w": p}), SLOTS, [Opened(0, part, slots)], None, collective=False)
         for x, new in zip(stored, (x for pair in closed for x in pair), strict=True):
             x.copy_(new)
 
@@ -130,15 +131,15 @@ def _samples(dtype: torch.dtype, grad_dtype: torch.dtype, device: torch.device) 
     return [x.to(device) for x in columns], part
 
 
-def _far(old: Tensor, ours: Tensor, theirs: Tensor, cancelled: float | Tensor = 0.0) -> str:
-    """Says which parameter is farther from its twin than `ULPS` allow; empty if none is.
+def _far(old: Tensor, result: Tensor, reference: Tensor, cancelled: float | Tensor = 0.0) -> str:
+    """Describes a parameter that differs from its twin by more than `ULPS` allow; empty if none.
 
     `cancelled` is the size of steps that terms of the mean would have made, float32.
     """
-    before, found, expected = (x.float() for x in (old, ours, theirs))
+    before, computed, expected = (x.float() for x in (old, result, reference))
     allowed = ULPS * torch.finfo(torch.float32).eps * (before.abs() + expected.abs() + cancelled)
     if old.dtype != torch.float32:
         limits = torch.finfo(old.dtype)
         allowed += limits.eps * expected.abs().clamp_min(limits.smallest_normal)
-    near = torch.where(expected.isfinite(), (found - expected).abs() <= allowed, found == expected)
-    return difference("the parameter", _one_nan(torch.where(near, theirs, ours)), _one_nan(theirs))
+    near = torch.where(expected.isfinite(), (computed - expected).abs() <= allowed, computed == expected)
+    return difference("the parameter", _one_nan(torch.where(near, reference, result)), _one_nan(reference))

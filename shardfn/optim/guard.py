@@ -50,7 +50,7 @@ class StateUse:
     version: int
     times: int = 1
 
-    def again(self, before: StateUse | None) -> bool:
+    def continues(self, before: StateUse | None) -> bool:
         """Whether this is the same state as `before`, and no parameter was written to since."""
         if before is None or (self.state, self.counts, self.version) != (before.state, before.counts, before.version):
             return False
@@ -144,7 +144,7 @@ class Guard:
         s = None if slot is None else weakref.ref(_values(leaves[slot]))
         kept_state = state if s is None else None
         use = StateUse(id(state), [leaves[i] for i in counts], weakref.ref(p), s, kept_state, p._version)
-        if not use.again(self._used):
+        if not use.continues(self._used):
             return use
         assert self._used is not None, "there is one that it is equal to"
         if self._used.times > 1:
@@ -284,7 +284,7 @@ def _values(leaf: Any) -> Any:
 
 
 def _kind(leaf: Any) -> Any:
-    """What must stay the same of a leaf for it to pass without another check."""
+    """Returns the properties of a leaf that must not change for it to pass unchecked."""
     if type(leaf) is FlatShard:
         return leaf.layout, leaf.values is None or leaf.values.shape
     if type(leaf) is Piece:
@@ -320,7 +320,7 @@ def gradients_differ(params: Any, grads: Any) -> Exception | None:
 
 
 def _unit_differs(name: str, p: Any, g: Any) -> str:
-    """What is wrong with the gradient of a flat shard or a piece of one; empty if nothing is."""
+    """Describes a mismatch in the gradient of a flat shard, or of a piece; empty if none."""
     if not is_unit(g):
         if _has_units(g):
             return (
@@ -384,7 +384,7 @@ def _plain_differs(name: str, p: Tensor, g: Any) -> str:
 
 
 def _place_differs(name: str, p: Tensor, g: Tensor, offloaded: bool = False) -> str:
-    """What is wrong with the tensors' layout or device; if `offloaded`, devices may differ."""
+    """Describes a mismatch of the tensors' layouts or devices; if `offloaded`, devices may differ."""
     for role, x in (("parameter", p), ("gradient", g)):
         if x.layout is not torch.strided:
             return f"{name}: the {role} is {x.layout}; optimizers take dense tensors: pass its to_dense()"
@@ -394,7 +394,7 @@ def _place_differs(name: str, p: Tensor, g: Tensor, offloaded: bool = False) -> 
 
 
 def _whole_or_cut(name: str, p: Any, g: Any) -> str:
-    """The message for a flat shard beside a plain tensor or another structure."""
+    """The message for a flat shard where the other tree has another structure or a plain tensor."""
     if is_unit(g) and _has_units(p):
         return (
             f"these gradients are only a part of what there are parameters of: at {name} there is {_shown(g)} for "
@@ -441,14 +441,14 @@ def state_differs(want: Any, state: Any) -> Exception | None:
                 f"this state is of other parameters: {name} is {_shown(s)}, where init(params) has {_shown(w)}: "
                 f"{reason}"
             )
-        if not _like(w, s):
+        if not _interchangeable(w, s):
             difference = _structures(name, w, s, "init(params)", "it")
             return ValueError(f"this state is of another optimizer, or of other parameters: {difference}")
     return None
 
 
 def other_parameters(layout: Layout, expected: Layout | None) -> str:
-    """How a state's layout differs from that of the parameters; empty if it does not."""
+    """Describes how a state's layout differs from that of the parameters; empty if it does not."""
     if layout is expected or layout == expected or expected is None:
         return ""
     pairs = zip(layout.entries, expected.entries, strict=False)
@@ -460,7 +460,7 @@ def _differ(actual: Any, expected: Any) -> str:
     return f"is of {actual}, and the parameter is {expected}: {advice}"
 
 
-def _like(w: Any, s: Any) -> bool:
+def _interchangeable(w: Any, s: Any) -> bool:
     """Whether two nodes, which are not containers of the same kind and length, can stand for each other."""
     if is_unit(w) or is_unit(s):
         return is_unit(w) and is_unit(s)

@@ -1,4 +1,4 @@
-"""The numbers that an optimizer is given: how they are checked, and learning rates as functions of the step number.
+"""Hyperparameters of optimizers: range checks, and learning rates as functions of the step.
 
 The step number begins at 1. It may be a 0-d tensor, as in a captured step; then the rate is one.
 """
@@ -68,7 +68,7 @@ def check(name: str, numbers: dict[str, Any], rules: Container[str] = ("weight_d
             raise TypeError(f"{name}: {key} is a tensor; only lr may be one, and have a gradient: pass {key}.item()")
         elif value.ndim or not value.is_floating_point():
             shape = tuple(value.shape)
-            raise ValueError(f"{name}: lr is a tensor of shape {shape}, {value.dtype}; it is one floating number")
+            raise ValueError(f"{name}: lr must be one floating number, got a tensor of shape {shape}, {value.dtype}")
 
 
 def _takes_step(function: Callable[..., Any]) -> bool:
@@ -102,12 +102,12 @@ def in_range(name: str, key: str, value: Any) -> None:
         raise ValueError(f"{name}: {key}={value!r}; it is {_allowed(key, low, high, ends)}")
 
 
-def whole(name: str, key: str, value: Any, least: int) -> None:
-    """Raises TypeError for a value that is not an integer, ValueError for one below `least`."""
+def check_integer(name: str, key: str, value: Any, minimum: int) -> None:
+    """Raises TypeError for a value that is not an integer, ValueError for one below `minimum`."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: {key}={_short(value)} is {kind(value)}; it is an integer of {least} or more")
-    if value < least:
-        raise ValueError(f"{name}: {key}={value!r}; it is {least} or more")
+        raise TypeError(f"{name}: {key}={_short(value)} is {kind(value)}; it is an integer of {minimum} or more")
+    if value < minimum:
+        raise ValueError(f"{name}: {key}={value!r}; it is {minimum} or more")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -123,9 +123,9 @@ def constants(numbers: dict[str, Any]) -> dict[str, Any]:
 
 
 def begun(numbers: dict[str, Any], state: Any) -> tuple[Any, dict[str, Any]]:
-    """The number of the step that begins, and its numbers: rules, what the state keeps, and this step's rate."""
-    count, now = state["step"] + 1, numbers | state["numbers"]
-    return count, now | {"lr": at_step(now["lr"], count)}
+    """Returns the next step's number and its hyperparameters, with the learning rate of this step."""
+    count, hparams = state["step"] + 1, numbers | state["numbers"]
+    return count, hparams | {"lr": at_step(hparams["lr"], count)}
 
 
 def at_step(value: Any, step: Any) -> Any:
@@ -148,8 +148,7 @@ def at_step(value: Any, step: Any) -> Any:
     if isinstance(step, Tensor):  # the number belongs to this step, and a captured step would keep it
         raise TypeError(
             f"the schedule was given the step number as a tensor, and returned {kind(rate)}: compute the rate by "
-            f"operations of torch, such as torch.where in place of if, or take a schedule of shardfn.optim; for a rate "
-            f"that never changes, pass the number itself"
+            f"operations of torch, such as torch.where, or pass a schedule of shardfn.optim or a number"
         )
     in_range(f"the schedule at step {step}", "lr", rate)
     return rate
@@ -269,7 +268,7 @@ def wsd(peak: float, *, warmup: int, decay: int, steps: int, end: float = 0.0) -
 def _check_schedule(name: str, peak: float, end: float, counts: dict[str, int]) -> None:
     check(name, {"peak": peak, "end": end})
     for key, value in counts.items():
-        whole(name, key, value, 0)
+        check_integer(name, key, value, 0)
     *parts, steps = counts.values()
     if sum(parts) > steps:
         kinds = " and ".join(list(counts)[:-1])

@@ -16,18 +16,18 @@ SIZE = 2048  # elements of a program that rounds
 
 
 @triton.jit
-def _opened(codes, scales, numbers, at, block, inside, some):
+def _decode(codes, scales, numbers, offsets, block, inside, some):
     """The numbers of codes times those of their blocks, 0 outside."""
-    number = tl.load(numbers + tl.load(codes + at, mask=inside, other=0).to(tl.int32))
+    number = tl.load(numbers + tl.load(codes + offsets, mask=inside, other=0).to(tl.int32))
     return tl.where(inside, number * tl.load(scales + block, mask=some, other=0.0)[:, None], 0.0)
 
 
 @triton.jit
-def _close(x, codes, scales, bounds, at, block, inside, some):
+def _encode(x, codes, scales, bounds, offsets, block, inside, some):
     """Writes the largest magnitude of each block, and the codes of the numbers divided by it."""
     top = largest(x)
     scaled = tl.div_rn(x, tl.where(top == 0, 1.0, top)[:, None])
-    tl.store(codes + at, places(scaled, bounds, 8).to(tl.uint8), mask=inside)
+    tl.store(codes + offsets, places(scaled, bounds, 8).to(tl.uint8), mask=inside)
     tl.store(scales + block, top, mask=some)
 
 
@@ -38,24 +38,24 @@ def _adamw(
     CLOSE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside, some = at < n, block * BLOCK < n
-    param = wide(tl.load(p + at, mask=inside, other=0.0))
-    grad = wide(tl.load(g + at, mask=inside, other=0.0))
-    m = _opened(m_codes, m_scales, m_numbers, at, block, inside, some)
-    v = _opened(v_codes, v_scales, v_numbers, at, block, inside, some)
+    offsets = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside, some = offsets < n, block * BLOCK < n
+    param = wide(tl.load(p + offsets, mask=inside, other=0.0))
+    grad = wide(tl.load(g + offsets, mask=inside, other=0.0))
+    m = _decode(m_codes, m_scales, m_numbers, offsets, block, inside, some)
+    v = _decode(v_codes, v_scales, v_numbers, offsets, block, inside, some)
     rate = tl.load(lr)
     m = m * b1 + grad * rest1
     v = v * b2 + grad * rest2 * grad
     root = tl.div_rn(tl.sqrt_rn(v), bias2) + eps
     param = param * (1.0 - rate * weight_decay) - tl.div_rn(tl.div_rn(rate, bias1) * m, root)
-    tl.store(p + at, narrow(param, p.dtype.element_ty), mask=inside)
+    tl.store(p + offsets, narrow(param, p.dtype.element_ty), mask=inside)
     if CLOSE:
-        _close(m, m_codes, m_scales, m_bounds, at, block, inside, some)
-        _close(v, v_codes, v_scales, v_bounds, at, block, inside, some)
+        _encode(m, m_codes, m_scales, m_bounds, offsets, block, inside, some)
+        _encode(v, v_codes, v_scales, v_bounds, offsets, block, inside, some)
     else:
-        tl.store(m_out + at, m, mask=inside)
-        tl.store(v_out + at, v, mask=inside)
+        tl.store(m_out + offsets, m, mask=inside)
+        tl.store(v_out + offsets, v, mask=inside)
 
 
 def adamw(
@@ -71,9 +71,9 @@ def adamw(
 
 @triton.jit(do_not_specialize=["n", "first", "factor", "term"])
 def _round(x, out, n, first, factor, term, SHIFT: tl.constexpr, SIZE: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    numbers = wide(tl.load(x + at, mask=at < n, other=0.0))
-    key = (at + first).to(tl.int32) * factor + term
+    offsets = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    numbers = wide(tl.load(x + offsets, mask=offsets < n, other=0.0))
+    key = (offsets + first).to(tl.int32) * factor + term
     key = key ^ ((key >> 16) & 0xFFFF)
     key = key * 0x7FEB352D
     key = key ^ ((key >> 15) & 0x1FFFF)
@@ -83,7 +83,7 @@ def _round(x, out, n, first, factor, term, SHIFT: tl.constexpr, SIZE: tl.constex
     up = (bits + ((key >> SHIFT) & 0xFFFF)) & -0x10000
     finite = (bits & 0x7F800000) != 0x7F800000
     rounded = tl.where(finite, up.to(tl.float32, bitcast=True), numbers)
-    tl.store(out + at, narrow(rounded, out.dtype.element_ty), mask=at < n)
+    tl.store(out + offsets, narrow(rounded, out.dtype.element_ty), mask=offsets < n)
 
 
 def round_at_random(x: Tensor, out: Tensor, first: int, factor: int, term: int, half: int) -> None:

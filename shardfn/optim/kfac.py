@@ -1,4 +1,4 @@
-"""K-FAC: gradients are preconditioned by Kronecker factors of the Fisher matrix, which are estimated every few steps.
+"""K-FAC: preconditions gradients by Kronecker factors of the Fisher matrix, estimated every few steps.
 
 A matrix, and all that is remembered of it but its momentum, is on one rank, as for `shampoo`.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from shardfn.collectives.agree import agree
 from shardfn.mesh.selectors import Which
 from shardfn.optim.elementwise import adamw
-from shardfn.optim.hyperparameters import Schedule, begun, check, constants, kind, made_of_numbers, whole
+from shardfn.optim.hyperparameters import Schedule, begun, check, check_integer, constants, kind, made_of_numbers
 from shardfn.optim.norms import dots
 from shardfn.optim.optimizer import Optimizer, Rule
 from shardfn.optim.owners import (
@@ -28,13 +28,13 @@ from shardfn.optim.owners import (
     as_owner,
     blocks,
     handed,
-    moved,
     on_owner,
     owned,
+    updated_values,
     work,
 )
 from shardfn.optim.shampoo import inverse_power, refuse_derivative
-from shardfn.optim.state_offload import brought, on_whole, placed
+from shardfn.optim.state_offload import on_whole, placed, tree_on_device
 from shardfn.optim.wrappers import split
 from shardfn.quoting import listed
 from shardfn.shards.layout import is_flat
@@ -44,7 +44,7 @@ from shardfn.transforms.fitting import together
 
 
 class Moments(Protocol):
-    """What `curvature.grams` returns, with `outputs=True`."""
+    """The result of `curvature.grams(outputs=True)`, as a protocol."""
 
     @property
     def inputs(self) -> Mapping[str, Any]:
@@ -71,7 +71,7 @@ _ALIKE = "the arguments", "Each rank updates its part of the parameters: pass th
 
 
 def _agreed(moments: Any, state: Any, numbers: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The state of the chosen parameters, and numbers that all ranks have alike.
+    """Returns the chosen parameters' state and hyperparameters, after all ranks have compared them.
 
     Raises:
         TypeError: these are no moments and no state.
@@ -82,15 +82,15 @@ def _agreed(moments: Any, state: Any, numbers: dict[str, Any]) -> tuple[Any, dic
             f"kfac: estimate(moments, state) takes what curvature.grams returns, and then the state of this "
             f"optimizer, in a chain the last one: these are {kind(moments)} and {kind(state)}"
         )
-    now = numbers | state["chosen"]["numbers"]
-    lines = [f"{key}: {value!r}" for key, value in now.items() if isinstance(value, Real)]
+    hparams = numbers | state["chosen"]["numbers"]
+    lines = [f"{key}: {value!r}" for key, value in hparams.items() if isinstance(value, Real)]
     agree(lines, together(moments.inputs), "kfac", subject=_ALIKE)
-    return state["chosen"], now
+    return state["chosen"], hparams
 
 
 @dataclass(frozen=True)
 class Kfac(Optimizer):
-    """An `Optimizer` that is also told of the Fisher matrix.
+    """An `Optimizer` that also takes estimates of the Fisher matrix.
 
     Attributes:
         estimate: `(moments, state) -> state`, before the first step and every few steps after it, with
@@ -160,37 +160,37 @@ def kfac(
     numbers = {"lr": lr, "momentum": momentum, "b2": b2, "damping": damping, "weight_decay": weight_decay}
     numbers |= {} if clip is None else {"clip": clip}
     check("kfac", numbers | {"donate": donate})
-    whole("kfac", "every", every, 1)
+    check_integer("kfac", "every", every, 1)
 
     def init(params: Any) -> Any:
         leaves = units(params)
         refuse_complex(leaves, "kfac")
         refuse_parts("kfac", leaves)
-        each = [unit for unit in leaves.each if unit.trainable]
-        if flat := [block.path for unit in each for block in blocks(unit) if len(block.whole) < 2]:
+        trained = [unit for unit in leaves.each if unit.trainable]
+        if flat := [block.path for unit in trained for block in blocks(unit) if len(block.whole) < 2]:
             raise ValueError(f"kfac: which= chose {listed(flat)}, of fewer than two dimensions: matrices have factors")
-        kept = all_remembered(each, _kept, work)
+        block_states = all_remembered(trained, _factor_shapes, work)
         counts = {"step": 0, "estimates": 0}
-        return counts | {"numbers": constants(numbers), "momentum": zeros_like(params), "blocks": kept}
+        return counts | {"numbers": constants(numbers), "momentum": zeros_like(params), "blocks": block_states}
 
     def estimate(moments: Moments, state: Any) -> Any:
-        own, now = _agreed(moments, state, numbers | {"every": every})
-        count, decay = own["estimates"] + 1, now["b2"]
-        blocks_of = own["blocks"] if donate else optree.tree_map(torch.clone, own["blocks"])
-        kept = brought(blocks_of)
+        chosen_state, hparams = _agreed(moments, state, numbers | {"every": every})
+        count, decay = chosen_state["estimates"] + 1, hparams["b2"]
+        blocks_of = chosen_state["blocks"] if donate else optree.tree_map(torch.clone, chosen_state["blocks"])
+        block_states = tree_on_device(blocks_of)
         with torch.no_grad():
-            new = iter(handed(_beside(moments, kept)))
-            for name, block in kept.items():
+            new = iter(handed(_pairs_with_state(moments, block_states)))
+            for name, block in block_states.items():
                 scale = moments.tokens[name] / moments.rows
                 for i, side in enumerate(_sides(moments, name)):
                     moment = next(new)
                     if moment is not None:
                         factor = as_owner(block)["factors"][i]
                         factor.lerp_((moment * scale if side == "outputs" else moment).to(factor), 1 - decay)
-        return state | {"chosen": own | {"estimates": count, "blocks": placed(kept)}}
+        return state | {"chosen": chosen_state | {"estimates": count, "blocks": placed(block_states)}}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
-        count, now = begun(numbers, state)
+        count, hparams = begun(numbers, state)
         leaves = units(params)
         refuse_parts("kfac", leaves)
         refuse_derivative("kfac", count, params, grads, state)
@@ -200,49 +200,49 @@ def kfac(
                 "losses, params, [batch], outputs=True), state)"
             )
         momenta, values = leaves.beside(state["momentum"]), [unit.values for unit in leaves.each]
-        each = {i: g for i, (unit, g) in enumerate(pairs(leaves, grads)) if unit.trainable}
-        present = {i: g for i, g in each.items() if g is not None}
+        gradients = {i: g for i, (unit, g) in enumerate(pairs(leaves, grads)) if unit.trainable}
+        present = {i: g for i, g in gradients.items() if g is not None}
         with torch.no_grad():
-            kept = state["blocks"] if donate else optree.tree_map(torch.clone, state["blocks"])
+            block_states = state["blocks"] if donate else optree.tree_map(torch.clone, state["blocks"])
             if (count - 1) % every == 0:
-                for block in filter(owned, kept.values()):
-                    _invert(as_owner(block), 1 - now["b2"] ** state["estimates"], now["damping"])
-            precondition = functools.partial(_preconditioned, kept)
-            along = on_owner([leaves.each[i] for i in each], list(each.values()), precondition, work)
-            if "clip" in now and present:
-                along = _clipped(leaves, present, along, now["lr"], now["clip"])
-            for i, d in zip(present, along, strict=True):
+                for block in filter(owned, block_states.values()):
+                    _invert(as_owner(block), 1 - hparams["b2"] ** state["estimates"], hparams["damping"])
+            precondition = functools.partial(_preconditioned, block_states)
+            directions = on_owner([leaves.each[i] for i in gradients], list(gradients.values()), precondition, work)
+            if "clip" in hparams and present:
+                directions = _clipped(leaves, present, directions, hparams["lr"], hparams["clip"])
+            for i, d in zip(present, directions, strict=True):
                 m = momenta[i] if donate else momenta[i].clone()
-                momenta[i] = m.mul_(now["momentum"]).add_(d)
-                values[i] = moved(leaves.each[i], m, now, donate)
+                momenta[i] = m.mul_(hparams["momentum"]).add_(d)
+                values[i] = updated_values(leaves.each[i], m, hparams, donate)
         new = params if donate else leaves.like(values)
-        return new, state | {"step": count, "momentum": leaves.like(momenta), "blocks": kept}
+        return new, state | {"step": count, "momentum": leaves.like(momenta), "blocks": block_states}
 
-    rest = adamw(1e-3, donate=donate) if otherwise is None else otherwise
-    both = split("kfac", Optimizer(init, on_whole(step)), which, rest)
-    return Kfac(both.init, both.step, estimate)
+    fallback = adamw(1e-3, donate=donate) if otherwise is None else otherwise
+    combined = split("kfac", Optimizer(init, on_whole(step)), which, fallback)
+    return Kfac(combined.init, combined.step, estimate)
 
 
-def _kept(block: OwnedBlock) -> dict[str, Any]:
-    """The shapes of what is remembered of a block: of each dimension of the matrix."""
+def _factor_shapes(block: OwnedBlock) -> dict[str, Any]:
+    """The shapes of a block's state: a square for each dimension of the matrix."""
     square = [(n, n) for n in as_matrix(block.box.sizes)]
     return {"factors": square, "inverses": square}
 
 
 def _sides(moments: Moments, name: str) -> tuple[str, str]:
-    """What is along each dimension of a matrix."""
+    """Returns which dimension of a matrix is its inputs, and which its outputs."""
     return ("outputs", "inputs") if moments.kinds[name] == "linear" else ("inputs", "outputs")
 
 
-def _beside(moments: Moments, blocks: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    """Each moment of these matrices, with what is remembered of the matrix.
+def _pairs_with_state(moments: Moments, blocks: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    """Pairs each moment of these matrices with the state of its matrix.
 
     Raises:
         ValueError: there is none, or one of another length.
     """
-    if lacking := [name for name in blocks if name not in moments.kinds]:
+    if missing := [name for name in blocks if name not in moments.kinds]:
         raise ValueError(
-            f"kfac: these moments have no factors of {listed(lacking)}, which no product of this batch uses, or which "
+            f"kfac: these moments have no factors of {listed(missing)}, which no product of this batch uses, or which "
             f"is also used in another way: choose other matrices by which=; the rest is updated by otherwise="
         )
     if not moments.outputs and blocks:
@@ -286,8 +286,8 @@ def _clipped(
 ) -> list[Tensor]:
     """The directions, scaled so that the step's square in the norm of the Fisher matrix is at most `max_square`."""
     chosen = [leaves.each[i] for i in present]
-    both = (zip(chosen, values, strict=True) for values in (present.values(), directions))
-    g, d = (leaves._replace(each=[unit._replace(values=x) for unit, x in pairs_of]) for pairs_of in both)
+    zipped = (zip(chosen, values, strict=True) for values in (present.values(), directions))
+    g, d = (leaves._replace(each=[unit._replace(values=x) for unit, x in pairs_of]) for pairs_of in zipped)
     size = rate**2 * dots([g], d)[0]
     scale = (max_square / size.clamp(min=max_square)).sqrt()
     return [d * scale.to(d.device, d.dtype) for d in directions]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardfn.compat import dispatch, functorch
-from shardfn.optim.differentiable import filled, lent, lerped, numbered, refuse_overwriting
+from shardfn.optim.differentiable import filled, lerped, numbered, refuse_overwriting, shared_values
 from shardfn.optim.hyperparameters import Schedule, begun, check, constants, made_of_numbers
 from shardfn.optim.norms import squares
 from shardfn.optim.optimizer import Optimizer, Rule, of_rule
@@ -63,7 +63,7 @@ def lamb(
     numbers |= {} if clip is None else {"clip": clip}
     check("lamb", numbers | {"donate": donate})
     if clip is not None and clip < least:
-        raise ValueError(f"lamb: clip={clip!r} is below least={least!r}; it is at least that")
+        raise ValueError(f"lamb: clip={clip!r} is below least={least!r}. Pass a clip of {least!r} or more")
 
     def init(params: Any) -> Any:
         leaves = units(params)
@@ -99,7 +99,7 @@ def lamb(
             values = [unit.values for unit in leaves.each]
             for i, move in enumerate(moving):
                 if move.trainable:
-                    new = _moved(leaves.each[i], move.values, quotients, hparams["lr"])
+                    new = _lamb_values(leaves.each[i], move.values, quotients, hparams["lr"])
                     values[i] = values[i].copy_(new) if donate else new
         new_state = state if donate else state | {name: leaves.like(slot) for name, slot in slots.items()}
         return params if donate else leaves.like(values), new_state | counts
@@ -185,9 +185,9 @@ def _quotients(
     return quotients
 
 
-def _moved(unit: Unit, move: Tensor, quotients: dict[str, Tensor], lr: Any) -> Tensor:
-    """A unit's values after the step; each parameter has a rate of its own."""
-    (shared, ties), (rates, lr_ties) = lent(quotients, unit), numbered(lr, unit)
+def _lamb_values(unit: Unit, move: Tensor, quotients: dict[str, Tensor], lr: Any) -> Tensor:
+    """Returns a unit's values after the step; each parameter has its own rate."""
+    (shared, ties), (rates, lr_ties) = shared_values(quotients, unit), numbered(lr, unit)
     flat, moves = unit.values.reshape(-1), move.reshape(-1)
     parts = [
         flat[s.start : s.stop] - (rates[s.path] * shared[s.path]).to(flat.dtype) * moves[s.start : s.stop]

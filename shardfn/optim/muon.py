@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from shardfn.optim.differentiable import lerped, refuse_overwriting
-from shardfn.optim.hyperparameters import Schedule, begun, check, constants, made_of_numbers, whole
+from shardfn.optim.hyperparameters import Schedule, begun, check, check_integer, constants, made_of_numbers
 from shardfn.optim.optimizer import Optimizer, Rule
-from shardfn.optim.owners import moved, on_everyone, on_owner
+from shardfn.optim.owners import on_everyone, on_owner, updated_values
 from shardfn.optim.state_offload import on_whole
 from shardfn.shards.boxes import Ints
 from shardfn.shards.parts import refuse_parts
@@ -61,9 +61,9 @@ def muon(
     """
     numbers = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
     check("muon", numbers | {"nesterov": nesterov, "donate": donate})
-    whole("muon", "iterations", iterations, 1)
+    check_integer("muon", "iterations", iterations, 1)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"muon: dtype={dtype!r}; it is a floating dtype, or None for the gradient's")
+        raise TypeError(f"muon: dtype must be a floating dtype, or None for the gradient's, got {dtype!r}")
 
     def init(params: Any) -> Any:
         leaves = units(params)
@@ -80,7 +80,7 @@ def muon(
         return {"step": 0, "numbers": constants(numbers), "momentum": zeros_like(params)}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
-        count, now = begun(numbers, state)
+        count, hparams = begun(numbers, state)
         leaves = units(params)
         refuse_parts("muon", leaves)
         momenta = leaves.beside(state["momentum"])
@@ -92,14 +92,15 @@ def muon(
             refuse_overwriting("muon", params, grads, state)
         with torch.set_grad_enabled(not donate and torch.is_grad_enabled()):
             ms = [momenta[i] for i in moving]
-            averages = lerped(ms, gs, 1 - now["momentum"], donate)
-            updates = lerped(gs, averages, now["momentum"]) if nesterov else list(averages)
+            averages = lerped(ms, gs, 1 - hparams["momentum"], donate)
+            updates = lerped(gs, averages, hparams["momentum"]) if nesterov else list(averages)
             chosen = [leaves.each[i] for i in moving]
             with_whole = on_owner if donate else on_everyone
             orthogonal = with_whole(chosen, updates, lambda _, x: orthogonalised(x, iterations, dtype), cost, dtype)
             values = [unit.values for unit in leaves.each]
             for i, unit, o, m in zip(moving, chosen, orthogonal, averages, strict=True):
-                values[i], momenta[i] = moved(unit, o, now, donate, lambda s: max(1.0, s[0] / s[1]) ** 0.5), m
+                values[i] = updated_values(unit, o, hparams, donate, lambda s: max(1.0, s[0] / s[1]) ** 0.5)
+                momenta[i] = m
         new_params = params if donate else leaves.like(values)
         return new_params, state | {"step": count, "momentum": leaves.like(momenta)}
 
@@ -120,6 +121,6 @@ def orthogonalised(x: Tensor, iterations: int, dtype: torch.dtype | None) -> Ten
 
 
 def cost(shape: Ints) -> int:
-    """Operations of an iteration: two products of `m x m` with `m x n`, and one of `m x m` with `m x m`."""
-    least = min(shape)
-    return 4 * shape[0] * shape[1] * least + 2 * least**3
+    """The number of operations of a Newton-Schulz iteration: three matrix products."""
+    smaller = min(shape)
+    return 4 * shape[0] * shape[1] * smaller + 2 * smaller**3

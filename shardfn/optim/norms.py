@@ -66,7 +66,7 @@ def norms(tree: Any) -> Norms:
     parameters, stages = dict(zip(stage_of, values, strict=True)), dict.fromkeys(stage_of.values(), 0.0)
     for name, stage in stage_of.items():
         stages[stage] += parameters[name]
-    by_name = [{name: value**0.5 for name, value in each.items()} for each in (stages, parameters)]
+    by_name = [{name: value**0.5 for name, value in sums.items()} for sums in (stages, parameters)]
     return Norms(sum(values) ** 0.5, *by_name)
 
 
@@ -121,26 +121,26 @@ def _largest(leaves: Units) -> Tensor:
             parts |= _parts_of(unit, unit.values)
     tops |= _norms(parts, math.inf)
     largest = []
-    for grid, each in grids.items():
+    for grid, members in grids.items():
         places: dict[Any, list[Tensor]] = {}
-        for unit in each:
+        for unit in members:
             for top in (tops[segment.path] for segment in unit.segments if segment.path in tops):
                 places.setdefault((top.device, top.dtype), []).append(top)
-        dtype = functools.reduce(torch.promote_types, (wide(unit.values) for unit in each))
-        zero = torch.zeros(1, dtype=dtype, device=home(each[0]))
-        one = torch.cat([zero, *(torch.cat(xs).to(zero) for xs in places.values())])
-        one = one.nan_to_num(nan=math.inf, posinf=math.inf).amax()
+        dtype = functools.reduce(torch.promote_types, (wide(unit.values) for unit in members))
+        zero = torch.zeros(1, dtype=dtype, device=home(members[0]))
+        maximum = torch.cat([zero, *(torch.cat(xs).to(zero) for xs in places.values())])
+        maximum = maximum.nan_to_num(nan=math.inf, posinf=math.inf).amax()
         if grid is not None:
             with scope_of(grid, "a tree"):
-                one = functional.pmax(one, tuple(name for name, _ in grid.sizes))
-        largest.append(one)
+                maximum = functional.pmax(maximum, tuple(name for name, _ in grid.sizes))
+        largest.append(maximum)
     if not largest:
         return torch.zeros((), device="cpu")
-    return functools.reduce(lambda a, b: torch.maximum(*_alike(a, b)), largest)
+    return functools.reduce(lambda a, b: torch.maximum(*_promoted(a, b)), largest)
 
 
-def _alike(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Two numbers in the wider of their dtypes, where the second is."""
+def _promoted(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Casts two numbers to the wider of their dtypes, on the device of the second."""
     dtype = torch.promote_types(a.dtype, b.dtype)
     return a.to(b.device, dtype), b.to(dtype)
 
@@ -166,37 +166,36 @@ def vdot(a: Any, b: Any) -> Tensor:
     """
     left, right = units(a), units(b)
     if left.tree != right.tree:
-        both = listed([left.tree, right.tree], separator=" and ", room=1200)
-        raise ValueError(f"vdot: the trees differ: their structures are {both}")
+        structures = listed([left.tree, right.tree], separator=" and ", room=1200)
+        raise ValueError(f"vdot: the trees differ: their structures are {structures}")
     left, right = _counted(left, right), _counted(right, left)
     refuse_parts("vdot", left, right)
-    ours, theirs = ([(seg.name, seg.layout, seg.values.shape) for seg in leaves.each] for leaves in (left, right))
-    for (name, layout, shape), (other, another, size) in zip(ours, theirs, strict=True):
-        if (layout, shape) != (another, size):
+    facts = ([(unit.name, unit.layout, unit.values.shape) for unit in leaves.each] for leaves in (left, right))
+    for (name, layout, shape), (other_name, other_layout, other_shape) in zip(*facts, strict=True):
+        if (layout, shape) != (other_layout, other_shape):
             raise ValueError(
-                f"vdot: the trees differ: {name} is {layout or 'plain'}, {tuple(shape)} here, and {other} is "
-                f"{another or 'plain'}, {tuple(size)}, in the other: it takes two trees of the same layouts. "
-                f"Where gradients are cut further than parameters (zero1, zero2, hfsdp), two gradients go "
-                f"together, or two trees of parameters"
+                f"vdot: the trees differ: {name} is {layout or 'plain'}, {tuple(shape)} here, and {other_name} is "
+                f"{other_layout or 'plain'}, {tuple(other_shape)}, in the other. Pass two gradients or two trees "
+                f"of parameters, as zero1, zero2 and hfsdp shard gradients further"
             )
     return dots([left], right)[0]
 
 
 def _counted(leaves: Units, other: Units | None = None) -> Units:
     """The trained units that have values, in another tree of the same structure, too."""
-    both = zip(leaves.each, (other or leaves).each, strict=True)
-    return leaves._replace(each=[u for u, v in both if u.trainable and u.values is not None and v.values is not None])
+    zipped = zip(leaves.each, (other or leaves).each, strict=True)
+    return leaves._replace(each=[u for u, v in zipped if u.trainable and u.values is not None and v.values is not None])
 
 
-def dots(many: Sequence[Units], other: Units) -> Tensor:
+def dots(trees: Sequence[Units], other: Units) -> Tensor:
     """The inner products of trees with one other, `[trees]`, as `vdot` computes them; the trees are not compared."""
-    sources = [unit.values for leaves in (*many, other) for unit in leaves.each if unit.trainable]
+    sources = [unit.values for leaves in (*trees, other) for unit in leaves.each if unit.trainable]
     numbers = 2 if any(x.is_complex() for x in sources) else 1
     products: dict[str, Tensor] = {}
     for i, y in enumerate(other.each):
         for seg in y.segments if y.trainable else ():
             rows = []
-            for left in many:
+            for left in trees:
                 p, q = (unit.values.reshape(-1)[seg.start : seg.stop] for unit in (left.each[i], y))
                 dtype = torch.promote_types(torch.promote_types(p.dtype, q.dtype), wide(p))
                 p, q = p.to(dtype), q.to(dtype)
@@ -205,8 +204,8 @@ def dots(many: Sequence[Units], other: Units) -> Tensor:
                 complete = product.to(torch.promote_types(dtype, torch.complex64)) if numbers == 2 else product
                 rows.append(torch.view_as_real(complete) if numbers == 2 else product.reshape(1))
             products[seg.path] = torch.cat(rows)
-    sums = list(totals(other, products, lambda whole: numbers * len(many), sources).values())
-    total = torch.stack(sums).sum(0) if sums else torch.zeros(numbers * len(many), device="cpu")
+    sums = list(totals(other, products, lambda shape: numbers * len(trees), sources).values())
+    total = torch.stack(sums).sum(0) if sums else torch.zeros(numbers * len(trees), device="cpu")
     return torch.view_as_complex(total.view(-1, 2)) if numbers == 2 else total
 
 
@@ -234,7 +233,7 @@ def clip_by_global_norm(limit: float, *, order: float = 2.0, donate: bool = True
     """
     if not isinstance(limit, (int, float)) and optree.tree_leaves(limit) != [limit]:
         raise TypeError(
-            f"clip_by_global_norm: limit is {kind(limit)}; it is a number, and what clips is the transform that it "
+            f"clip_by_global_norm: limit must be a number, got {kind(limit)}. Pass gradients to the transform that it "
             f"gives: chain(clip_by_global_norm(1.0), adamw(3e-4)), or grads, state = clip.update(params, grads, state)"
         )
     check("clip_by_global_norm", {"limit": limit, "donate": donate})
@@ -293,14 +292,14 @@ def clip_by_value(limit: float, *, donate: bool = True) -> Transform:
 
 def scaled(name: str, tree: Any, factor: Tensor | float, donate: bool) -> Any:
     """A tree times a number or a 0-d tensor; each tensor keeps its dtype."""
-    at = functools.cache(lambda device: factor.to(device) if isinstance(factor, Tensor) else factor)
+    factor_on = functools.cache(lambda device: factor.to(device) if isinstance(factor, Tensor) else factor)
 
     def scale(xs: list[Tensor]) -> None:
         if functorch.inside_transform():  # vmap has no rule for lists
             for x in xs:
-                x.mul_(at(x.device))
+                x.mul_(factor_on(x.device))
         else:
-            torch._foreach_mul_(xs, at(xs[0].device))
+            torch._foreach_mul_(xs, factor_on(xs[0].device))
 
     return _changed(name, tree, donate, scale, lambda u: (u.values * varied(factor, u)).to(u.values.dtype))
 
@@ -334,7 +333,7 @@ def squares(leaves: Units, order: float = 2.0) -> dict[str, Tensor]:
             parts |= _parts_of(unit, unit.values)
     sums |= _norms(parts, order)
     sources = [unit.values for unit in leaves.each if unit.trainable]
-    return {path: total[0] for path, total in totals(leaves, sums, lambda whole: 1, sources).items()}
+    return {path: total[0] for path, total in totals(leaves, sums, lambda shape: 1, sources).items()}
 
 
 def _parts_of(unit: Unit, values: Tensor) -> dict[str, Tensor]:
@@ -361,17 +360,17 @@ def _norms(parts: dict[str, Tensor], order: float = 2.0) -> dict[str, Tensor]:
     return squared
 
 
-def roots(each: list[Tensor], order: float, dtype: torch.dtype | None = None) -> list[Tensor]:
+def roots(tensors: list[Tensor], order: float, dtype: torch.dtype | None = None) -> list[Tensor]:
     """The norms of tensors of one dtype and device."""
     if functorch.inside_transform() or functorch.inside_forward_mode():  # of which torch has no derivative there
-        return [torch.linalg.vector_norm(x, order, dtype=dtype) for x in each]
-    return list(torch._foreach_norm(each, order, dtype=dtype))
+        return [torch.linalg.vector_norm(x, order, dtype=dtype) for x in tensors]
+    return list(torch._foreach_norm(tensors, order, dtype=dtype))
 
 
 def totals(
     leaves: Units, local: dict[str, Tensor], length: Callable[[tuple[int, ...]], int], sources: list[Tensor]
 ) -> dict[str, Tensor]:
-    """Sums a vector for each trained parameter over the ranks among which the parameter is cut.
+    """Sums a vector for each trained parameter over the ranks that have shards of it.
 
     Args:
         leaves: the parameters.
@@ -383,9 +382,9 @@ def totals(
     groups: dict[tuple[Any, ...], dict[str, int]] = {}
     for unit in leaves.each:
         if unit.trainable:
-            for axes, path, whole in spread(unit):
+            for axes, path, full_shape in spread(unit):
                 key = (unit.layout and unit.layout.grid, axes, wide(unit.values), home(unit))
-                groups.setdefault(key, {})[path] = length(whole)
+                groups.setdefault(key, {})[path] = length(full_shape)
     for (grid, axes, dtype, device), lengths in groups.items():
         place = next((local[path].device for path in lengths if path in local), device)
         zeros = torch.zeros(max(lengths.values()), dtype=dtype, device=place)

@@ -120,8 +120,8 @@ def map_trained(rule: Callable[..., Any], params: Any, grads: Any, *slots: Any) 
     columns = [[unit.values for unit in leaves.each], *map(leaves.beside, slots)]
     for i, (unit, grad) in enumerate(pairs(leaves, grads)):
         if grad is not None:
-            own = [column[i] for column in columns[1:]]
-            new = rule(unit.values, grad, *own)
+            slot_values = [column[i] for column in columns[1:]]
+            new = rule(unit.values, grad, *slot_values)
             for column, x in zip(columns, new if slots else (new,), strict=True):
                 column[i] = x
     trees = tuple(map(leaves.like, columns))
@@ -148,7 +148,7 @@ def _each_once(init: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     @functools.wraps(init)
     def checked(params: Any) -> Any:
-        seen: set[int] = set()
+        visited: set[int] = set()
         leaves = units(params)
         trains = any(unit.trainable for unit in leaves.each)
         untrained = {} if trains else leaves_by_path(params, lambda x: is_unit(x) or is_packed(x))
@@ -158,17 +158,17 @@ def _each_once(init: Callable[[Any], Any]) -> Callable[[Any], Any]:
             names = [entry.path for entry in entries if layout and entry.leaves[0] in layout.packed]
             if names or is_packed(leaf):
                 raise ValueError(
-                    f"init: there is nothing to train: {(names or [path])[0]} is in few bits, which have no gradient, "
-                    f"and all else is frozen. Make the state of adapters, optimizer.init(lora.init(model, "
-                    f"'all-linear', rank=8)), or leave what is to be trained out of quantize"
+                    f"init: there is nothing to train: {(names or [path])[0]} is quantized, and all else is frozen. "
+                    f"Make the state of adapters, optimizer.init(lora.init(model, 'all-linear', rank=8)), or do not "
+                    f"quantize all parameters"
                 )
         for unit in leaves.each:
-            if unit.trainable and id(unit.values) in seen:
+            if unit.trainable and id(unit.values) in visited:
                 raise ValueError(
-                    f"{unit.name} is at two places of the tree, and each would be moved by a gradient of its own: keep "
+                    f"{unit.name} is at two places of the tree, and each would be moved by its own gradient: keep "
                     f"it at one, and pass it to both functions from there"
                 )
-            seen.add(id(unit.values))
+            visited.add(id(unit.values))
         return init(params)
 
     return checked
@@ -176,7 +176,7 @@ def _each_once(init: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 @short_errors
 def shard_state(optimizer: Optimizer, axis: AxisName) -> Optimizer:
-    """The optimizer with its state cut along `axis` too, over which parameters are replicated; ZeRO-1 for any strategy.
+    """The optimizer with its state sharded over the replica axis `axis` too; ZeRO-1 for any strategy.
 
     A rank updates its part of each parameter with its part of the gradient, which is sliced if every rank has all of
     it; then the parts of all stages are gathered at once. `zero1` and `hfsdp` do this by themselves, and reduce-scatter
@@ -251,7 +251,7 @@ def chain(*parts: Any) -> Optimizer:
 def must_be_optimizer(name: str, value: Any) -> None:
     """Raises TypeError if `value` is not an `Optimizer`."""
     if not isinstance(value, Optimizer):
-        raise TypeError(f"{name} takes an optimizer, such as shardfn.optim.adamw(3e-4), not {kind(value)}")
+        raise TypeError(f"{name} takes an optimizer, such as shardfn.optim.adamw(3e-4), got {kind(value)}")
 
 
 def of_rule(value: Any, segment: Segment) -> Any:

@@ -1,4 +1,4 @@
-"""Assembles each matrix, cut over several ranks, on one rank that owns it, and returns the results.
+"""Assembles each sharded matrix on the rank that owns it, and returns the results.
 
 Matrices, or blocks of large parameters, are assigned to ranks by cost, the costliest first to the rank with the least
 load. One all-to-all brings the pieces there, another returns the results; replicas share the work too. So no work is
@@ -61,7 +61,7 @@ def on_owner(
         fn: function of a block and its elements, in `dtype` and the block's shape.
         cost: cost of a block by its shape; balances the work.
         dtype: dtype in which elements move; None for that of `tensors`.
-        most: length to which each dimension of a block is cut; None for parameters as they are.
+        max_size: maximum length of each dimension of a block; None for unsplit parameters.
 
     Returns:
         For each unit with values, this rank's elements of the results, in a new contiguous tensor of the same shape and
@@ -76,49 +76,53 @@ def on_owner(
             continue
         local |= {s.path: (x.reshape(-1)[s.start : s.stop], result.view(-1)[s.start : s.stop]) for s in unit.segments}
         for block in blocks(unit, max_size):
-            groups.setdefault((*block.among, dtype or x.dtype, x.device), []).append((block, owner[block]))
+            groups.setdefault((*block.sharing_axes, dtype or x.dtype, x.device), []).append((block, owner[block]))
     for (grid, axes, kind, device), members in groups.items():
-        peers, here = _peers(grid, axes), [local.get(block.path) for block, _ in members]
+        peers, local_pairs = _peers(grid, axes), [local.get(block.path) for block, _ in members]
         plan = planned(tuple(members), peers.ranks, peers.rank)
-        _moved_and_back(plan, peers, here, torch.empty(0, dtype=kind, device=device), fn)
+        _moved_and_back(plan, peers, local_pairs, torch.empty(0, dtype=kind, device=device), fn)
     return [result for result in results if result is not None]
 
 
 def _moved_and_back(
-    plan: OwnersPlan, peers: _SharingRanks, here: Sequence[tuple[Tensor, Tensor] | None], like: Tensor, fn: Fn
+    plan: OwnersPlan,
+    peers: _SharingRanks,
+    local_pairs: Sequence[tuple[Tensor, Tensor] | None],
+    template: Tensor,
+    fn: Fn,
 ) -> None:
-    """Runs a plan: sends parts to their owners, computes there, and writes the returned parts into the results.
+    """Sends parts to their owners, computes there, and writes the returned parts into the results.
 
-    `here` has this rank's elements of each block's parameter, and of its results.
+    `local_pairs` has the local elements of each block's parameter, and of its results.
     """
 
-    def local(number: int, part: BlockSlice, which: int) -> Tensor:
-        held = here[number]
-        assert held is not None, "what is sent or wanted lies here"
-        return part.of(held[which])
+    def local(index: int, part: BlockSlice, which: int) -> Tensor:
+        pair = local_pairs[index]
+        assert pair is not None, "what is sent or wanted lies here"
+        return part.view_in(pair[which])
 
     if peers.group is None:  # nothing moves
-        for number, block in enumerate(plan.blocks):
+        for index, block in enumerate(plan.blocks):
             for part in block.parts(peers.rank):
-                local(number, part, 1).copy_(fn(block, local(number, part, 0).to(like.dtype)))
+                local(index, part, 1).copy_(fn(block, local(index, part, 0).to(template.dtype)))
         return
-    outgoing = [[local(n, part, 0).to(like.dtype) for n, part in to] for to in plan.sent]
-    arrived = _exchanged(outgoing, plan.received, like, peers)
-    made = {}
-    for number in plan.owned:
-        x = like.new_empty(plan.blocks[number].box.sizes)
-        for part, elements in ((part, each) for n, part, each in arrived if n == number):
+    outgoing = [[local(n, part, 0).to(template.dtype) for n, part in parts] for parts in plan.sent]
+    arrived = _exchanged(outgoing, plan.received, template, peers)
+    results = {}
+    for index in plan.owned:
+        x = template.new_empty(plan.blocks[index].box.sizes)
+        for part, elements in ((part, values) for n, part, values in arrived if n == index):
             x[part.inside].copy_(elements)
-        made[number] = fn(plan.blocks[number], x)
-    outgoing = [[made[n][part.inside].to(like.dtype) for n, part in to] for to in plan.returned]
-    for number, part, x in _exchanged(outgoing, plan.wanted, like, peers):
-        local(number, part, 1).copy_(x)
+        results[index] = fn(plan.blocks[index], x)
+    outgoing = [[results[n][part.inside].to(template.dtype) for n, part in parts] for parts in plan.returned]
+    for index, part, x in _exchanged(outgoing, plan.wanted, template, peers):
+        local(index, part, 1).copy_(x)
 
 
 def on_everyone(
     units: Sequence[Unit], tensors: Sequence[Tensor], fn: Fn, cost: Cost, dtype: torch.dtype | None = None
 ) -> list[Tensor]:
-    """As `on_owner` for matrices, by differentiable collectives: every rank has all of them, and computes all.
+    """As `on_owner` for matrices, by differentiable collectives: every rank computes all of them.
 
     `fn` gets them as they are; `cost` and `dtype` are ignored.
     """
@@ -129,14 +133,17 @@ def on_everyone(
         rows: dict[str, Tensor] = {}
         ties = [tensor]
         for matrix in blocks(unit):
-            whole = tensor.reshape(matrix.box.sizes) if matrix.layout is None else _whole(matrix, segments, tensor)
-            result = fn(matrix, whole).to(tensor.dtype)
+            if matrix.layout is None:
+                full = tensor.reshape(matrix.box.sizes)
+            else:
+                full = _gathered_matrix(matrix, segments, tensor)
+            result = fn(matrix, full).to(tensor.dtype)
             ties.append(result)
             if matrix.path in segments:
                 segment = segments[matrix.path]
-                part = None if matrix.layout is None else matrix.held(process_groups.global_rank())
-                own = result if part is None else result[Box(part.corner, part.shape).within(matrix.box)]
-                rows[matrix.path] = own.reshape(-1)[segment.first : segment.first + segment.stop - segment.start]
+                part = None if matrix.layout is None else matrix.local_range(process_groups.global_rank())
+                local = result if part is None else result[Box(part.corner, part.shape).within(matrix.box)]
+                rows[matrix.path] = local.reshape(-1)[segment.first : segment.first + segment.stop - segment.start]
         results.append(filled(torch.zeros_like(tensor), unit, (rows[segment.path] for segment in unit.filled), ties))
     return results
 
@@ -160,9 +167,9 @@ class BlockSlice:
     common: Box
     block: Box
 
-    def of(self, held: Tensor) -> Tensor:
+    def view_in(self, local: Tensor) -> Tensor:
         """A view of the part in all elements of the parameter that the rank holds."""
-        return held[self.first : self.first + self.box.numel].view(self.box.sizes)[self.common.within(self.box)]
+        return local[self.first : self.first + self.box.numel].view(self.box.sizes)[self.common.within(self.box)]
 
     @property
     def inside(self) -> tuple[slice, ...]:
@@ -172,7 +179,7 @@ class BlockSlice:
 
 @dataclass(frozen=True)
 class OwnedBlock:
-    """A whole parameter of which ranks hold parts, or a box of it.
+    """A full parameter of which ranks hold parts, or a box of it.
 
     Attributes:
         path: path of the parameter in the tree.
@@ -190,11 +197,11 @@ class OwnedBlock:
 
     @property
     def name(self) -> str:
-        """Path of the parameter, and where in it the block begins if it is cut."""
+        """Path of the parameter, with the block's offsets if the parameter is split."""
         return self.path if self.box.sizes == self.whole else f"{self.path}{list(self.box.offsets)}"
 
     @property
-    def among(self) -> tuple[Grid | None, tuple[str, ...]]:
+    def sharing_axes(self) -> tuple[Grid | None, tuple[str, ...]]:
         """The mesh, and its axes along which ranks hold parts or copies of the parameter."""
         if self.layout is None:
             return None, ()
@@ -207,23 +214,23 @@ class OwnedBlock:
             return 0
         return self.layout.grid.index(rank, self.layout.placement.replicas)
 
-    def held(self, rank: int) -> Range | None:
+    def local_range(self, rank: int) -> Range | None:
         """The range of elements of the parameter that a rank holds; None if it holds none."""
         if self.layout is None:
             return Range(self.path, 0, math.prod(self.whole), self.whole, (0,) * len(self.whole))
-        own = self.layout.entries[self.entry].path
-        return next((held for held in self.layout.ranges(rank) if held.path == own), None)
+        entry_path = self.layout.entries[self.entry].path
+        return next((rank_range for rank_range in self.layout.ranges(rank) if rank_range.path == entry_path), None)
 
     def parts(self, rank: int) -> Iterator[BlockSlice]:
         """The elements of the block that a rank holds."""
-        held, first = self.held(rank), 0
-        if held is None:
+        rank_range, first = self.local_range(rank), 0
+        if rank_range is None:
             return
-        for box in boxes(held.shape, held.start, held.stop):
-            moved = box.moved(held.corner)
-            common = moved.common(self.box)
+        for box in boxes(rank_range.shape, rank_range.start, rank_range.stop):
+            shifted = box.moved(rank_range.corner)
+            common = shifted.common(self.box)
             if common is not None:
-                yield BlockSlice(first, moved, common, self.box)
+                yield BlockSlice(first, shifted, common, self.box)
             first += box.numel
 
 
@@ -231,19 +238,19 @@ class OwnedBlock:
 def _listed(
     layout: Layout, entries: tuple[int, ...], paths: tuple[str, ...], max_size: int | None = None
 ) -> tuple[OwnedBlock, ...]:
-    rows = [(path, layout.whole_shape(number), number) for number, path in zip(entries, paths, strict=True)]
+    rows = [(path, layout.whole_shape(entry), entry) for entry, path in zip(entries, paths, strict=True)]
     return tuple([OwnedBlock(path, shape, box, layout, n) for path, shape, n in rows for box in _cut(shape, max_size)])
 
 
 def blocks(unit: Unit, max_size: int | None = None) -> tuple[OwnedBlock, ...]:
-    """The parameters of a unit that have elements, cut into blocks of at most `max_size` along each dimension."""
+    """The nonempty parameters of a unit, split into blocks of at most `max_size` along each dimension."""
     if unit.layout is None:
         return tuple([OwnedBlock(s.path, s.whole, box) for s in unit.filled for box in _cut(s.whole, max_size)])
     return _listed(unit.layout, unit.entries, tuple(map(unit.path, unit.entries)), max_size)
 
 
 def _cut(shape: Ints, max_size: int | None) -> list[Box]:
-    """The boxes into which a tensor is cut; none if it is empty, needs no work, and no rank has a part of it."""
+    """The boxes into which a tensor is split; none if it is empty and so needs no work."""
     if not math.prod(shape):
         return []
     if max_size is None:
@@ -260,7 +267,7 @@ def owners(units: Sequence[Unit], cost: Cost, max_size: int | None = None) -> di
     groups: dict[tuple[Grid | None, tuple[str, ...]], list[OwnedBlock]] = {}
     for unit in units:
         for block in blocks(unit, max_size):
-            groups.setdefault(block.among, []).append(block)
+            groups.setdefault(block.sharing_axes, []).append(block)
     owner_of: dict[OwnedBlock, int] = {}
     for (grid, axes), members in groups.items():
         ranks = _peers(grid, axes).ranks
@@ -282,15 +289,15 @@ def as_matrix(shape: Ints) -> Ints:
 def all_remembered(
     units: Sequence[Unit], shapes: Callable[[OwnedBlock], Any], cost: Cost, max_size: int | None = None
 ) -> dict[str, Any]:
-    """What `remembered` gives for each block of these units, by its name."""
+    """Returns the zeros of `remembered` for each block of these units, by its name."""
     owner = owners(units, cost, max_size)
     return {b.name: remembered(unit, b, owner[b], shapes(b)) for unit in units for b in blocks(unit, max_size)}
 
 
 def remembered(unit: Unit, block: OwnedBlock, owner: int, shapes: Any) -> Any:
-    """Zeros of these shapes, a tree of tuples, in float32 or wider, that only the owner of a block holds: a flat shard.
+    """Returns zeros that only the owner of a block holds: a flat shard, float32 or wider.
 
-    With a block of a plain tensor, a tree of tensors, which every rank holds.
+    `shapes` is a tree of tuples. With a block of a plain tensor, the result is a tree of tensors on every rank.
     """
     dtype = wide(unit.values)
     if block.layout is None:
@@ -301,12 +308,12 @@ def remembered(unit: Unit, block: OwnedBlock, owner: int, shapes: Any) -> Any:
 
 
 def as_owner(state: Any) -> Any:
-    """The tree of tensors in what `remembered` gave, for its owner."""
+    """Returns the tree of tensors in a result of `remembered`, for its owner."""
     return optree.tree_unflatten(state.layout.tree, state.layout.views(state.values)) if is_flat(state) else state
 
 
 def owned(state: Any) -> bool:
-    """Whether this rank holds what `remembered` gave; of plain tensors, every rank does."""
+    """Whether this rank holds a result of `remembered`; of plain tensors, every rank does."""
     return not is_flat(state) or state.values.numel() > 0
 
 
@@ -328,7 +335,7 @@ def handed(pairs: Sequence[tuple[Any, Any]]) -> list[Tensor | None]:
             groups.setdefault((target.layout.grid, axes, moment.values.dtype, moment.values.device), []).append(index)
     for (grid, axes, dtype, device), members in groups.items():
         peers = _peers(grid, axes)
-        routes = {n: tuple([_at(peers, grid, side.layout) for side in pairs[n]]) for n in members}
+        routes = {n: tuple([_holder_rank(peers, grid, side.layout) for side in pairs[n]]) for n in members}
         outgoing = [[as_owner(pairs[n][0]) for n in members if routes[n] == (peers.rank, to)] for to in peers.ranks]
         if peers.group is None:
             for n, x in zip(members, outgoing[0], strict=True):
@@ -342,7 +349,7 @@ def handed(pairs: Sequence[tuple[Any, Any]]) -> list[Tensor | None]:
     return received
 
 
-def _at(peers: _SharingRanks, grid: Grid, layout: Layout) -> int:
+def _holder_rank(peers: _SharingRanks, grid: Grid, layout: Layout) -> int:
     """The rank among peers that holds a flat shard of one rank alone."""
     coordinates = layout.placement.only_at
     return next(rank for rank in peers.ranks if all(grid.index(rank, axis) == i for axis, i in coordinates))
@@ -356,7 +363,7 @@ def _ints(x: Any) -> bool:
 def _on_owner(
     block: OwnedBlock, owner: int, paths: tuple[str, ...], shapes: tuple[Ints, ...], tree: Any, dtype: torch.dtype
 ) -> Layout:
-    (grid, axes), layout = block.among, block.layout
+    (grid, axes), layout = block.sharing_axes, block.layout
     assert grid is not None, "what has an owner lies on a mesh"
     assert layout is not None, "what has an owner lies on a mesh"
     rows = enumerate(zip(paths, shapes, strict=True))
@@ -370,7 +377,7 @@ Share = tuple[int, BlockSlice]  # index of a block, and elements of it
 
 @dataclass(frozen=True)
 class OwnersPlan:
-    """Which rank works on which block, and what ranks exchange.
+    """Which rank works on which block, and the parts that ranks exchange.
 
     Attributes:
         blocks: all blocks of the exchange.
@@ -523,11 +530,11 @@ def _exchanged(
     return [(n, part, x.view(part.common.sizes)) for (n, part), x in zip(parts, pieces, strict=True)]
 
 
-def _whole(matrix: OwnedBlock, segments: dict[str, Any], update: Tensor) -> Tensor:
+def _gathered_matrix(matrix: OwnedBlock, segments: dict[str, Any], update: Tensor) -> Tensor:
     """Gathers a matrix on every rank, by a sum of zero-padded parts, which can be differentiated."""
     assert matrix.layout is not None, "what is gathered lies in a layout"
     full = update.new_zeros(matrix.whole)
-    part = matrix.held(process_groups.global_rank())
+    part = matrix.local_range(process_groups.global_rank())
     if part is not None and matrix.path in segments:
         segment = segments[matrix.path]
         local_values, rest = update.reshape(-1)[segment.start : segment.stop], math.prod(part.shape) - part.stop
@@ -542,7 +549,7 @@ def _whole(matrix: OwnedBlock, segments: dict[str, Any], update: Tensor) -> Tens
         return functional.pvary(functional.psum(tied(full, [update]), cut), cut)
 
 
-def moved(
+def updated_values(
     unit: Unit, direction: Tensor, hparams: dict[str, Any], donate: bool, scale: Callable[[Ints], float] = lambda _: 1.0
 ) -> Tensor:
     """A unit's values after a step along a direction, times `scale` of each parameter's shape, with weight decay."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardfn.compat.devices import elements_at_a_time
 from shardfn.optim.differentiable import refuse_overwriting
-from shardfn.optim.hyperparameters import check, whole
+from shardfn.optim.hyperparameters import check, check_integer
 from shardfn.optim.norms import scaled, wide
 from shardfn.optim.optimizer import Optimizer, must_be_optimizer
 from shardfn.optim.rounding import closed
@@ -66,7 +66,7 @@ def master(optimizer: Optimizer, *, donate: bool = True) -> Optimizer:
         new = leaves.beside(new_params)
         masters = [x if _narrow(unit) else None for x, unit in zip(new, leaves.each, strict=True)]
         rounded = (x.to(unit.values.dtype) if _narrow(unit) else x for x, unit in zip(new, leaves.each, strict=True))
-        return _moved(leaves, rounded, params, donate), {"optimizer": inner, "master": leaves.like(masters)}
+        return _tree_with_values(leaves, rounded, params, donate), {"optimizer": inner, "master": leaves.like(masters)}
 
     return Optimizer(init, step)
 
@@ -126,7 +126,11 @@ def stochastic_rounding(optimizer: Optimizer, *, seed: int = 0, donate: bool = T
         new = leaves.beside(new_params)
         round_unit = _rounded_into if donate else _rounded
         new = [round_unit(unit, x, salt) if _narrow(unit) else x for unit, x in zip(leaves.each, new, strict=True)]
-        return _moved(leaves, new, params, donate), {"optimizer": inner, "step": count, "seed": state["seed"]}
+        return _tree_with_values(leaves, new, params, donate), {
+            "optimizer": inner,
+            "step": count,
+            "seed": state["seed"],
+        }
 
     return Optimizer(init, step)
 
@@ -170,27 +174,32 @@ def loss_scaled(
     """
     must_be_optimizer("loss_scaled", optimizer)
     check("loss_scaled", {"scale": scale, "growth": growth, "backoff": backoff, "donate": donate})
-    whole("loss_scaled", "every", every, 1)
+    check_integer("loss_scaled", "every", every, 1)
 
     def init(params: Any) -> Any:
         begin = {"scale": number(params, float(scale)), "good": number(params, 0), "skipped": number(params, 0)}
         return {"optimizer": optimizer.init(params)} | begin
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
-        now = counted(params, state["scale"]).to(torch.float64)
-        params, inner, yes = step_if_finite(
-            optimizer, params, grads, lambda: scaled("loss_scaled", grads, 1 / now, donate), state["optimizer"]
+        current_scale = counted(params, state["scale"]).to(torch.float64)
+        params, inner, is_finite = step_if_finite(
+            optimizer,
+            params,
+            grads,
+            lambda: scaled("loss_scaled", grads, 1 / current_scale, donate),
+            state["optimizer"],
         )
-        if not isinstance(yes, Tensor):
-            yes = torch.full((), yes, device=now.device)  # without a copy, for which the host would wait
-        good = torch.where(yes, counted(params, state["good"]) + 1, 0)
+        if not isinstance(is_finite, Tensor):
+            # Without a copy, for which the host would wait.
+            is_finite = torch.full((), is_finite, device=current_scale.device)
+        good = torch.where(is_finite, counted(params, state["good"]) + 1, 0)
         grows = good >= every
-        larger = torch.where(grows, (now * growth).clamp(max=1 / LEAST), now)
+        larger = torch.where(grows, (current_scale * growth).clamp(max=1 / LEAST), current_scale)
         new = {
             "optimizer": inner,
-            "scale": torch.where(yes, larger, (now * backoff).clamp(min=LEAST)),
+            "scale": torch.where(is_finite, larger, (current_scale * backoff).clamp(min=LEAST)),
             "good": torch.where(grows, 0, good),
-            "skipped": counted(params, state["skipped"]) + ~yes,
+            "skipped": counted(params, state["skipped"]) + ~is_finite,
         }
         return params, state | new
 
@@ -220,14 +229,14 @@ def _rounded(unit: Unit, x: Tensor, salt: tuple[Any, ...]) -> Tensor:
 def _rounded_into(unit: Unit, x: Tensor, salt: tuple[Any, ...]) -> Tensor:
     """Overwrites a unit's values with rounded ones, a chunk at a time, which bounds the memory for random bits."""
     source, target = x.reshape(-1), unit.values.reshape(-1)
-    most = elements_at_a_time(source.device, CHUNK)
-    for start in range(0, len(source), most):
-        stop = min(start + most, len(source))
+    max_elements = elements_at_a_time(source.device, CHUNK)
+    for start in range(0, len(source), max_elements):
+        stop = min(start + max_elements, len(source))
         (target[start:stop],) = closed(unit, start, stop, [source[start:stop]], unit.values.dtype, salt)
     return unit.values if target.data_ptr() == unit.values.data_ptr() else target.view(unit.values.shape)
 
 
-def _moved(leaves: Units, new: Iterable[Any], params: Any, donate: bool) -> Any:
+def _tree_with_values(leaves: Units, new: Iterable[Any], params: Any, donate: bool) -> Any:
     """The tree with new values; with `donate`, the old tree, overwritten."""
     if not donate:
         return leaves.like(new)

@@ -42,30 +42,30 @@ def closed(
     if dtype != torch.bfloat16 or start == stop:
         return [refusing(x, x.detach().to(dtype)) for x in numbers]
     first = numbers[0]
-    said = f"shardfn's kernel to round {first.dtype} at random"
+    kernel_name = f"shardfn's kernel to round {first.dtype} at random"
     runs = first.dtype in DTYPES and fits(*numbers)
-    if runs and trusted(said, first.device, lambda: _check(first.dtype, first.device)):
+    if runs and trusted(kernel_name, first.device, lambda: _check(first.dtype, first.device)):
         return [_by_kernel(unit, start, stop, x, i, salt) for i, x in enumerate(numbers)]
-    draws = drawn(unit, start, stop, len(numbers), salt)
+    draws = random_bits(unit, start, stop, len(numbers), salt)
     return [refusing(x, rounded(x.detach(), dtype, draw)) for x, draw in zip(numbers, draws, strict=True)]
 
 
-def drawn(unit: Unit, start: int, stop: int, n: int, salt: tuple[Any, ...]) -> Iterator[Tensor]:
+def random_bits(unit: Unit, start: int, stop: int, n: int, salt: tuple[Any, ...]) -> Iterator[Tensor]:
     """Random bits for elements of a unit, as `rounded` takes them, `n` times."""
 
     def keys(salt: tuple[Any, ...]) -> Tensor:
-        found = []
+        span_keys = []
         for length, index, factor, term in _spans(unit, start, stop, salt):
             dtype = torch.int32 if index + length < 2**31 else torch.int64
             places = torch.arange(index, index + length, dtype=dtype, device=unit.values.device)
-            found.append(places.to(torch.int32).mul_(factor).add_(term))
-        return torch.cat(found) if len(found) > 1 else found[0]
+            span_keys.append(places.to(torch.int32).mul_(factor).add_(term))
+        return torch.cat(span_keys) if len(span_keys) > 1 else span_keys[0]
 
     return _draws(keys, n, salt)
 
 
-def drawn_at(places: Tensor, path: str, dims: int, n: int, salt: tuple[Any, ...]) -> Iterator[Tensor]:
-    """The same for elements at these places, row-major, of a whole parameter of so many dimensions."""
+def random_bits_at(places: Tensor, path: str, dims: int, n: int, salt: tuple[Any, ...]) -> Iterator[Tensor]:
+    """Random bits for elements at row-major places of a full parameter with `dims` dimensions."""
 
     def keys(salt: tuple[Any, ...]) -> Tensor:
         factor, term = _keys(salt, path, (0,) * dims)
@@ -125,20 +125,20 @@ def _hashed(x: Tensor) -> Tensor:
 # --- by one kernel, which is chosen as in `shardfn.quant.fused` ---
 
 
-def _by_kernel(unit: Unit, start: int, stop: int, x: Tensor, number: int, salt: tuple[Any, ...]) -> Tensor:
+def _by_kernel(unit: Unit, start: int, stop: int, x: Tensor, index: int, salt: tuple[Any, ...]) -> Tensor:
     from shardfn.optim import kernels  # imports Triton, which only CUDA devices need
 
     out, flat, done = torch.empty_like(x, dtype=torch.bfloat16), x.detach().view(-1), 0
-    into = out.view(-1)
+    flat_out = out.view(-1)
     with torch.accelerator.device_index(x.device.index):
-        for n, index, factor, term in _spans(unit, start, stop, (*salt, number // 2 * 2)):
-            kernels.round_at_random(flat[done : done + n], into[done : done + n], index, factor, term, number % 2)
+        for n, first, factor, term in _spans(unit, start, stop, (*salt, index // 2 * 2)):
+            kernels.round_at_random(flat[done : done + n], flat_out[done : done + n], first, factor, term, index % 2)
             done += n
     return refusing(x, out)
 
 
 def _check(dtype: torch.dtype, device: torch.device) -> str:
-    """How the kernel differs from its eager twin: on numbers with any bits, of two parameters, with a gap between."""
+    """Describes a difference of the kernel from its eager twin, for any bits; empty if none."""
     draw, n = torch.Generator().manual_seed(0), 5000
     bits = torch.randint(-(2**31), 2**31, (n,), generator=draw, dtype=torch.int64, device="cpu")
     bits[:400] |= 0x7FFF0000  # nan, whose bits a sum would carry away
@@ -146,43 +146,43 @@ def _check(dtype: torch.dtype, device: torch.device) -> str:
     places = ("a", 2**31 - 1000, 0, 2300), ("b", 2**33 + 7, 2400, n)
     parts = tuple([Segment(path, (2**34,), (2**34,), (0,), first, low, high) for path, first, low, high in places])
     unit, salt = Unit(x, parts, None, (), 0, n, True, "w"), (3, 2**40, "check")
-    draws = list(drawn(unit, 0, n, 2, salt))
-    for number in range(2):
-        ours = _by_kernel(unit, 0, n, x, number, salt)
-        if said := difference(f"draw {number}, the number", ours, rounded(x, torch.bfloat16, draws[number])):
-            return said
+    draws = list(random_bits(unit, 0, n, 2, salt))
+    for index in range(2):
+        result = _by_kernel(unit, 0, n, x, index, salt)
+        if mismatch := difference(f"draw {index}, the number", result, rounded(x, torch.bfloat16, draws[index])):
+            return mismatch
     return ""
 
 
 # --- derivatives ---
 
 
-def refusing(x: Tensor, kept: Tensor) -> Tensor:
-    """`kept`, through which a derivative raises NotImplementedError: that of rounding is 0, which nobody means."""
-    return _Refusing.apply(x, kept) if differentiable(x) else kept  # type: ignore[no-untyped-call]
+def refusing(x: Tensor, value: Tensor) -> Tensor:
+    """Returns `value`, through which a derivative raises NotImplementedError, as rounding has none."""
+    return _Refusing.apply(x, value) if differentiable(x) else value  # type: ignore[no-untyped-call]
 
 
 class _Refusing(torch.autograd.Function):
-    """Returns a copy of `kept` that depends on `x`; any derivative raises NotImplementedError."""
+    """Returns a copy of `value` that depends on `x`; any derivative raises NotImplementedError."""
 
     @staticmethod
-    def forward(x: Tensor, kept: Tensor) -> Tensor:
-        return kept.clone()
+    def forward(x: Tensor, value: Tensor) -> Tensor:
+        return value.clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         pass
 
     @staticmethod
-    def backward(ctx: Any, *given: Any) -> Any:
+    def backward(ctx: Any, *gradients: Any) -> Any:
         raise NotImplementedError(REFUSED)
 
     jvp = backward
 
     @staticmethod
-    def vmap(info: Any, dims: Any, x: Tensor, kept: Tensor) -> Any:
+    def vmap(info: Any, dims: Any, x: Tensor, value: Tensor) -> Any:
         """One call for the whole batch."""
-        return _Refusing.apply(x if dims[0] is None else x.movedim(dims[0], 0), kept), dims[1]  # type: ignore[no-untyped-call]
+        return _Refusing.apply(x if dims[0] is None else x.movedim(dims[0], 0), value), dims[1]  # type: ignore[no-untyped-call]
 
 
 REFUSED = (

@@ -1,4 +1,4 @@
-"""Shampoo, KL-Shampoo and SOAP on flat shards: a block of a tensor, and all that is remembered of it, is on one rank.
+"""Shampoo, KL-Shampoo and SOAP on flat shards; one rank holds the state of a block.
 
 So a step moves gradients there and directions back, as Muon's does, and the factors, of `d x d` numbers for a dimension
 of length `d`, never travel. In a checkpoint they have names and shapes that do not depend on ranks.
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from shardfn.optim.differentiable import refuse_overwriting
 from shardfn.optim.elementwise import adamw
-from shardfn.optim.hyperparameters import Schedule, begun, check, check_rule, constants, made_of_numbers, whole
+from shardfn.optim.hyperparameters import Schedule, begun, check, check_integer, check_rule, constants, made_of_numbers
 from shardfn.optim.optimizer import Optimizer, Rule
-from shardfn.optim.owners import OwnedBlock, all_remembered, as_owner, eigh, exact, moved, on_owner
+from shardfn.optim.owners import OwnedBlock, all_remembered, as_owner, eigh, exact, on_owner, updated_values
 from shardfn.optim.state_offload import on_whole
 from shardfn.optim.wrappers import masked
 from shardfn.shards.boxes import Ints
@@ -259,15 +259,15 @@ def _optimizer(
 
     With `squares` a mean of squares is remembered too.
     """
-    whole(name, "every", every, 1)
-    whole(name, "block", max_size, 1)
+    check_integer(name, "every", every, 1)
+    check_integer(name, "block", max_size, 1)
     check(name, {"donate": donate})
 
     def init(params: Any) -> Any:
         refuse_complex(leaves := units(params), name)
         refuse_parts(name, leaves)
         trained_units = _trained(leaves)
-        blocks = all_remembered(trained_units, lambda block: _kept(block, squares), cost, max_size)
+        blocks = all_remembered(trained_units, lambda block: _state_shapes(block, squares), cost, max_size)
         counts = {path: 0 for unit in trained_units for _, path, _ in spread(unit)}
         return {"step": 0, "numbers": constants(numbers), "counts": counts, "blocks": blocks}
 
@@ -296,7 +296,7 @@ def _optimizer(
             has = iter(g is not None for g in gs)
             hparams["weight_decay"] = lambda path, _: rates[path]["weight_decay"] * (counts[path] > rests)
             values = [
-                moved(unit, next(directions), hparams, donate) if unit.trainable and next(has) else unit.values
+                updated_values(unit, next(directions), hparams, donate) if unit.trainable and next(has) else unit.values
                 for unit in leaves.each
             ]
         new = params if donate else leaves.like(values)
@@ -324,8 +324,8 @@ def refuse_derivative(name: str, count: Any, *trees: Any) -> None:
 # --- what is remembered of a block, and where ---
 
 
-def _kept(block: OwnedBlock, squares: bool) -> dict[str, Any]:
-    """The shapes of what is remembered of a block: of its elements, and of each dimension."""
+def _state_shapes(block: OwnedBlock, squares: bool) -> dict[str, Any]:
+    """The shapes of a block's state: of its elements, and of each dimension."""
     shape = tuple(n for n, length in zip(block.box.sizes, block.whole, strict=True) if length != 1)
     square = [(n, n) for n in shape]
     return {"mean": shape} | ({"square": shape} if squares else {}) | {"factors": square, "bases": square}
@@ -368,7 +368,7 @@ def inverse_power(factor: Tensor, exponent: float, ridge: float) -> Tensor:
     Those that rounding alone could have made count as this rounding, so that it chooses no direction.
     """
     values, vectors = eigh(factor)
-    values = values.maximum(_least(values)) + ridge
+    values = values.maximum(_eigenvalue_error(values)) + ridge
     return vectors * values**-exponent @ vectors.mT
 
 
@@ -380,7 +380,7 @@ def _eigenbasis(factor: Tensor) -> Tensor:
     that of a fixed matrix without equal eigenvalues.
     """
     values, vectors = eigh(factor)
-    zero = vectors * (values <= _least(values)) @ vectors.mT
+    zero = vectors * (values <= _eigenvalue_error(values)) @ vectors.mT
     fixed = 2 + torch.arange(1.0, len(factor) + 1, dtype=factor.dtype, device=factor.device).cos()
     return eigh(factor - values[-1] * (zero * fixed) @ zero)[1].flip(1)
 
@@ -414,7 +414,7 @@ def _followed(factor: Tensor, basis: Tensor, moves: Tensor | None = None) -> tup
     """
     product = factor @ basis
     values = (basis * product).sum(0)
-    threshold, half = _least(values), torch.finfo(values.dtype).eps ** 0.5
+    threshold, half = _eigenvalue_error(values), torch.finfo(values.dtype).eps ** 0.5
     known = values > threshold if moves is None else moves & (values > threshold)
     order = values.where(known, 0).argsort(descending=True, stable=True)
     new, left = torch.linalg.qr(torch.where(known, product, basis)[:, order])
@@ -422,6 +422,6 @@ def _followed(factor: Tensor, basis: Tensor, moves: Tensor | None = None) -> tup
     return new, order, torch.empty_like(sure).index_copy_(0, order, sure)
 
 
-def _least(values: Tensor) -> Tensor:
-    """What rounding adds to eigenvalues."""
+def _eigenvalue_error(values: Tensor) -> Tensor:
+    """The rounding error of eigenvalues."""
     return values.max() * len(values) ** 0.5 * torch.finfo(values.dtype).eps

@@ -1,4 +1,4 @@
-"""Optimizer state that is cut further than the parameters: ZeRO-1 and HFSDP, for any optimizer.
+"""Optimizer state that is sharded further than the parameters: ZeRO-1 and HFSDP, for any optimizer.
 
 A rank updates its part of the parameters that several ranks hold, with its part of the gradient, and gathers the
 other ranks' parts. The part is a flat shard with a finer layout, so optimizers need not know about it.
@@ -38,7 +38,7 @@ def divided(layout: Layout) -> Layout:
 
 
 def divides_init(init: Init, finer: Finer = divided) -> Init:
-    """`init` on this rank's part of each flat shard that `finer` cuts further."""
+    """`init` on this rank's part of each flat shard that `finer` shards further."""
 
     @functools.wraps(init)
     def wrapped(params: Any) -> Any:
@@ -48,7 +48,7 @@ def divides_init(init: Init, finer: Finer = divided) -> Init:
 
 
 def divides_step(step: Step, finer: Finer = divided) -> Step:
-    """`step` on this rank's part of each flat shard that `finer` cuts further; then gathers the new parts."""
+    """`step` on this rank's part of each flat shard that `finer` shards further; gathers new parts."""
 
     @functools.wraps(step)
     def wrapped(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
@@ -77,9 +77,9 @@ def _gradients(params: Any, grads: Any, finer: Finer) -> Any:
             return grad
         values = grad.values if is_flat(grad) else grad
         fine = finer(node.layout)
-        whole = isinstance(values, Tensor) and values.shape == node.values.shape
-        cut = is_flat(grad) and grad.layout == fine
-        return _part(FlatShard(values, node.layout), fine) if whole and not cut else grad
+        is_full = isinstance(values, Tensor) and values.shape == node.values.shape
+        is_finer = is_flat(grad) and grad.layout == fine
+        return _part(FlatShard(values, node.layout), fine) if is_full and not is_finer else grad
 
     leaves, tree = optree.tree_flatten(params, is_leaf=is_flat)
     return optree.tree_unflatten(tree, [part(p, g) for p, g in zip(leaves, tree.flatten_up_to(grads), strict=True)])
@@ -112,7 +112,8 @@ def _gathered(params: Any, parts: Any, before: list[int], new_parts: Any, finer:
             shared = share_memory(new.values, part.values)
             # Sharing memory is not enough: without `donate`, a rank with nothing to update may return its part as is.
             donated = shared and (_version(part) != version or differentiable(new.values))
-            gathered.append(FlatShard(_whole(node, new.values, donated, finer(node.layout), handles), node.layout))
+            values = _gather_updated(node, new.values, donated, finer(node.layout), handles)
+            gathered.append(FlatShard(values, node.layout))
     for stage, group, handle in handles:
         try:
             # All gathers are in flight before the first is waited for, so they overlap.
@@ -128,9 +129,9 @@ class _GatherUpdated(Scheduled):
 
     ahead = 1
 
-    def __init__(self, layout: Layout, fine: Layout, along: Communicator) -> None:
+    def __init__(self, layout: Layout, fine: Layout, communicator: Communicator) -> None:
         super().__init__()
-        self.layout, self.fine, self.along = layout, fine, along
+        self.layout, self.fine, self.communicator = layout, fine, communicator
 
     def __str__(self) -> str:
         return f"gather new parts of {self.layout.stage}: {self.layout.piece} {self.layout.dtype}"
@@ -141,19 +142,21 @@ class _GatherUpdated(Scheduled):
         return [part.new_empty(self.layout.piece)]
 
     def start(self, inputs: Sequence[Tensor | None]) -> tuple[Tensor, Handle]:
-        (whole,), (part,), start = self.like(inputs), inputs, start_of(self.layout, self.fine)
+        (full,), (part,), start = self.like(inputs), inputs, start_of(self.layout, self.fine)
         assert part is not None
-        whole[start : start + self.fine.piece].copy_(part)
+        full[start : start + self.fine.piece].copy_(part)
         with attributed_to(self.layout.stage):
-            return whole, all_gather(whole.view(torch.uint8), self.along, whole.dtype)
+            return full, all_gather(full.view(torch.uint8), self.communicator, full.dtype)
 
     def finish(self, started: tuple[Tensor, Handle]) -> list[Tensor]:
-        whole, handle = started
-        arrived(handle, "all_gather", self.along.gathers.group_name, self.layout.stage)
-        return [whole]
+        full, handle = started
+        arrived(handle, "all_gather", self.communicator.gathers.group_name, self.layout.stage)
+        return [full]
 
 
-def _whole(node: FlatShard, new: Tensor, donated: bool, fine: Layout, handles: list[tuple[str, str, Handle]]) -> Tensor:
+def _gather_updated(
+    node: FlatShard, new: Tensor, donated: bool, fine: Layout, handles: list[tuple[str, str, Handle]]
+) -> Tensor:
     """A parameter from all ranks' new parts; in its own memory, if this rank's part was updated in place."""
     layout = node.layout
     where, names = f"stage {layout.stage!r}", finer_axes(layout, fine)
@@ -164,26 +167,26 @@ def _whole(node: FlatShard, new: Tensor, donated: bool, fine: Layout, handles: l
             return values.copy_(gathered) if donated else gathered
     mesh = mesh_of(layout.grid, where)
     if layout.placement.tiers.params != "device":
-        return _whole_away(node, new, donated, mesh, names)
+        return _gather_offloaded(node, new, donated, mesh, names)
     with torch.no_grad(), attributed_to(layout.stage):
-        whole = values.detach() if donated else torch.empty_like(values)
-        own = whole[start : start + fine.piece]
-        if not share_memory(whole, new):  # or else the part is in place already
-            own.copy_(new)
+        full = values.detach() if donated else torch.empty_like(values)
+        local = full[start : start + fine.piece]
+        if not share_memory(full, new):  # or else the part is in place already
+            local.copy_(new)
         if layout.grid.size(names) > 1 and layout.here(process_groups.global_rank()):
-            along = communicator_of(mesh, names)
+            communicator = communicator_of(mesh, names)
             if dispatch.in_graph():
-                (gathered,) = run(_GatherUpdated(layout, fine, along), [new])
+                (gathered,) = run(_GatherUpdated(layout, fine, communicator), [new])
                 return values.copy_(gathered) if donated else gathered
-            handle = all_gather(whole.view(torch.uint8), along, whole.dtype)
-            handles.append((layout.stage, along.gathers.group_name, handle))
+            handle = all_gather(full.view(torch.uint8), communicator, full.dtype)
+            handles.append((layout.stage, communicator.gathers.group_name, handle))
     if (recorder := recording.current()) is not None:
-        recorder.gathered(new, names, values if donated else whole)
-    return values if donated else whole
+        recorder.gathered(new, names, values if donated else full)
+    return values if donated else full
 
 
-def _whole_away(node: FlatShard, new: Tensor, donated: bool, mesh: DeviceMesh, names: tuple[str, ...]) -> Tensor:
-    """As `_whole`, for parameters on the host or on disk: the device gathers them one at a time."""
+def _gather_offloaded(node: FlatShard, new: Tensor, donated: bool, mesh: DeviceMesh, names: tuple[str, ...]) -> Tensor:
+    """As `_gather_updated`, for parameters on the host or on disk: the device gathers them one at a time."""
     tier = node.layout.placement.tiers.params
     with torch.no_grad(), scope(mesh):
         gathered = functional.all_gather(brought(new.detach(), mesh), names, to="invariant")
@@ -200,10 +203,10 @@ def _version(node: Any) -> int:
 
 
 def finer_axes(layout: Layout, fine: Layout) -> tuple[str, ...]:
-    """The axes along which `fine` is cut and `layout` is not."""
+    """The axes over which `fine` is sharded and `layout` is not."""
     return fine.placement.axes[len(layout.placement.axes) :]
 
 
 def start_of(layout: Layout, fine: Layout) -> int:
-    """Where this rank's part begins in its piece."""
+    """The offset of this rank's part in its piece."""
     return layout.grid.index(process_groups.global_rank(), finer_axes(layout, fine)) * fine.piece

@@ -80,37 +80,37 @@ class Coded:
             entries["scales"][slot] = leaves.rebuilt(map(blocks.like, leaves.each, scales))
         return entries
 
-    def chunks(self, unit: Unit, start: int, stop: int, most: int) -> Sequence[Runs]:
+    def chunks(self, unit: Unit, start: int, stop: int, max_elements: int) -> Sequence[Runs]:
         """Elements `start` to `stop` of a unit, in chunks of whole blocks, of at most this many elements."""
-        return blocks.chunks(unit, start, stop, most)
+        return blocks.chunks(unit, start, stop, max_elements)
 
-    def whole(self, unit: Unit) -> Runs:
+    def all_elements(self, unit: Unit) -> Runs:
         """All elements of a unit, as its blocks."""
         return blocks.runs(unit)
 
     def places(self, part: Runs) -> tuple[slice, ...]:
-        """Where this part is in the stored tensors: in the codes, and in the scales."""
+        """Returns the slices of a part in the stored tensors: in the codes, and in the scales."""
         last = part[-1]
         return slice(part[0].start, last.stop), slice(part[0].at, last.at + last.blocks)
 
-    def opened(self, slot: str, stored: Stored, part: Runs) -> Tensor:
+    def decode(self, slot: str, stored: Stored, part: Runs) -> Tensor:
         """Decodes some elements, as a vector."""
         of_codes, scales = stored
         return blocks.times(_code(slot).decode(of_codes), scales, part)
 
     def closed(
-        self, leaves: Units, slots: Sequence[str], opened: Sequence[Opened], salt: Any, *, together: bool
+        self, leaves: Units, slots: Sequence[str], decoded: Sequence[Opened], salt: Any, *, collective: bool
     ) -> list[list[Stored]]:
         """Encodes numbers: for each `Opened`, the tensors to store for each slot.
 
-        With `together`, all ranks call it once a step; without, a rank calls it alone, for what is `ready`.
+        With `collective`, all ranks call it once a step; without, a rank calls it alone, for what is `ready`.
         """
         del salt
-        largest = [[blocks.largest(x.detach(), item.part) for x in item.numbers] for item in opened]
-        if together:
-            largest = self._agreed(leaves, len(slots), opened, largest)
+        largest = [[blocks.largest(x.detach(), item.part) for x in item.numbers] for item in decoded]
+        if collective:
+            largest = self._agreed(leaves, len(slots), decoded, largest)
         closed: list[list[Stored]] = []
-        for item, maxima in zip(opened, largest, strict=True):
+        for item, maxima in zip(decoded, largest, strict=True):
             closed.append([])
             for slot, x, maximum in zip(slots, item.numbers, maxima, strict=True):
                 divisor = torch.where(maximum == 0, 1.0, maximum)
@@ -119,20 +119,20 @@ class Coded:
         return closed
 
     def _agreed(
-        self, leaves: Units, slots: int, opened: Sequence[Opened], largest: list[list[Tensor]]
+        self, leaves: Units, slots: int, decoded: Sequence[Opened], largest: list[list[Tensor]]
     ) -> list[list[Tensor]]:
         """The largest magnitudes, agreed on with the ranks that share a block."""
         shared: list[tuple[int, int, int, Said]] = []
-        for i, (item, maxima) in enumerate(zip(opened, largest, strict=True)):
+        for i, (item, maxima) in enumerate(zip(decoded, largest, strict=True)):
             for slot, maximum in enumerate(maxima):
                 for run in item.part:
                     if run.shared >= 0:
-                        at = run.at - item.part[0].at
-                        shared.append((i, slot, at, Said(item.unit, slot, run.shared, maximum[at : at + 1])))
+                        index = run.at - item.part[0].at
+                        shared.append((i, slot, index, Said(item.unit, slot, run.shared, maximum[index : index + 1])))
         answers = blocks.agreed(leaves, slots, [item for *_, item in shared])
-        for (i, slot, at, _), answer in zip(shared, answers, strict=True):
+        for (i, slot, index, _), answer in zip(shared, answers, strict=True):
             maximum = largest[i][slot]
-            largest[i][slot] = torch.cat((maximum[:at], answer.to(maximum.device), maximum[at + 1 :]))
+            largest[i][slot] = torch.cat((maximum[:index], answer.to(maximum.device), maximum[index + 1 :]))
         return largest
 
 
@@ -171,31 +171,32 @@ class Rounded:
         """The state's entries: a tree of tensors for each slot."""
         return {slot: leaves.like(None if x is None else x[0] for x in stored) for slot, stored in slots.items()}
 
-    def chunks(self, unit: Unit, start: int, stop: int, most: int) -> Sequence[Runs]:
+    def chunks(self, unit: Unit, start: int, stop: int, max_elements: int) -> Sequence[Runs]:
         """Elements `start` to `stop` of a unit, in chunks of at most this many elements."""
-        return [(BlockRun(at, min(at + most, stop), 0, 0, -1),) for at in range(start, stop, most)]
+        begins = range(start, stop, max_elements)
+        return [(BlockRun(begin, min(begin + max_elements, stop), 0, 0, -1),) for begin in begins]
 
-    def whole(self, unit: Unit) -> Runs:
+    def all_elements(self, unit: Unit) -> Runs:
         """All elements of a unit."""
         n = unit.values.numel()
         return (BlockRun(0, n, 0, 0, -1),) if n else ()
 
     def places(self, part: Runs) -> tuple[slice, ...]:
-        """Where this part is in the stored tensor."""
+        """Returns the slice of a part in the stored tensor."""
         return (slice(part[0].start, part[-1].stop),)
 
-    def opened(self, slot: str, stored: Stored, part: Runs) -> Tensor:
+    def decode(self, slot: str, stored: Stored, part: Runs) -> Tensor:
         """The numbers of some elements, in float32."""
         del slot, part
         return stored[0].float()
 
     def closed(
-        self, leaves: Units, slots: Sequence[str], opened: Sequence[Opened], salt: Any, *, together: bool
+        self, leaves: Units, slots: Sequence[str], decoded: Sequence[Opened], salt: Any, *, collective: bool
     ) -> list[list[Stored]]:
         """Rounds numbers: for each `Opened`, the tensors to store for each slot."""
-        del slots, together
+        del slots, collective
         out: list[list[Stored]] = []
-        for item in opened:
+        for item in decoded:
             (run,) = item.part
             unit = leaves.each[item.unit]._replace(values=item.numbers[0])  # may be on another device
             out.append([(x,) for x in closed(unit, run.start, run.stop, item.numbers, self.dtype, salt)])

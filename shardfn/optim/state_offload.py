@@ -44,8 +44,8 @@ def placed(tree: Any, kind: str = "state") -> Any:
     return _put(tree, kind) if _any_away(tree) else tree
 
 
-def brought(tree: Any) -> Any:
-    """A tree as whole tensors are worked on: on the device, or on a CPU where it is, mapped if that is on disk."""
+def tree_on_device(tree: Any) -> Any:
+    """Returns a tree with its tensors on the device; on a CPU, the tree itself."""
     if _any_away(tree) and any(_mesh(node).device_type != "cpu" for node in _nodes(tree)):
         return _put(tree, "")
     return tree
@@ -61,7 +61,7 @@ def refuse_elsewhere(name: str, state: Any) -> None:
     """Raises ValueError for a state that has left its tier, which would otherwise stay in memory unnoticed."""
     for node in _nodes(state):
         tier = node.layout.placement.tiers.state
-        if node.layout.trainable and placing.plain(node.values) and not _there(node, tier):
+        if node.layout.trainable and placing.plain(node.values) and not _on_tier(node, tier):
             raise ValueError(
                 f"{name}: the state of {node.layout.stage or 'the parameters'!r} is in memory, and the strategy keeps "
                 f"it on {'disk' if tier == 'disk' else 'the host' if tier == 'host' else 'the device'}: what maps "
@@ -76,7 +76,7 @@ def on_whole(step: Step) -> Step:
     def wrapped(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         if not _any_away(params):
             return step(params, grads, state)
-        params, state = step(*map(brought, (params, grads, state)))
+        params, state = step(*map(tree_on_device, (params, grads, state)))
         params, state = _put(params, "params"), _put(state, "state")
         released(params, grads, state)
         return params, state
@@ -99,7 +99,7 @@ def _mesh(node: Any) -> Any:
     return mesh_of(node.layout.grid, f"the state of {node.layout.stage!r}")
 
 
-def _there(node: Any, tier: str) -> bool:
+def _on_tier(node: Any, tier: str) -> bool:
     """Whether a node's values are on a tier."""
     return placing.there(node.values.detach(), tier, _mesh(node))
 
@@ -113,7 +113,7 @@ def _put(tree: Any, kind: str) -> Any:
         if kind == "state" and not node.layout.trainable:  # a frozen one has the parameters' own values
             return node
         tier = getattr(node.layout.placement.tiers, kind) if kind else "device"
-        if _there(node, tier):
+        if _on_tier(node, tier):
             return node
         values = placing.put(node.values.detach(), tier, kind, _mesh(node))
         return optree.tree_map(lambda _: values, node)

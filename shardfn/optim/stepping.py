@@ -36,7 +36,7 @@ LANES = 64  # elements: a multiple of the vector length of any processor
 
 @dataclass(frozen=True)
 class Elementwise:
-    """A rule that treats every element alike.
+    """An elementwise update rule.
 
     Attributes:
         slots: names of what it remembers of each element, zero at first.
@@ -79,16 +79,16 @@ class _RuleStep:
             numbers["missed"] = self.missed[path]
         return numbers
 
-    def closed(self, decoded: Sequence[Opened], *, together: bool) -> list[list[Stored]]:
+    def closed(self, decoded: Sequence[Opened], *, collective: bool) -> list[list[Stored]]:
         """Encodes the numbers of slots."""
         assert self.kept is not None, "slots in the parameters' dtype are not closed"
-        return self.kept.closed(self.leaves, self.rule.slots, decoded, self.salt, together=together)
+        return self.kept.closed(self.leaves, self.rule.slots, decoded, self.salt, collective=collective)
 
 
 def optimizer(
     name: str, rule: Elementwise, numbers: dict[str, Any], donate: bool, storage: Kept | None = None, seed: int = 0
 ) -> Optimizer:
-    """An optimizer by an elementwise rule; the learning rate may be a schedule, other numbers rules for parameters.
+    """Makes an optimizer of an elementwise rule, with schedules and per-parameter rules.
 
     Its slots are in the parameters' dtype, or stored as `storage` says, with random numbers from the seed.
     """
@@ -113,15 +113,15 @@ def optimizer(
         new_counts = {"step": count} | ({"missed": missed} if rule.counts else {})
         work = [_UnitUpdate(i, unit, grad, [slot[i] for slot in slots]) for i, (unit, grad) in enumerate(rows)]
         jobs = [(item, _spans(item.unit, varying, missed)) for item in work if item.grad is not None]
-        this = _RuleStep(rule, storage, leaves, count, hparams, (state.get("seed", 0), count), missed)
+        rule_step = _RuleStep(rule, storage, leaves, count, hparams, (state.get("seed", 0), count), missed)
         if donate:
             refuse_overwriting(name, params, grads, state)
             if dispatch.in_graph():  # whose compiler fuses the rule's operations, and does them in place
-                _copied_back(this, jobs)
+                _copied_back(rule_step, jobs)
             else:
-                (_overwrite if storage is None else _overwrite_kept)(this, jobs)
+                (_overwrite if storage is None else _overwrite_kept)(rule_step, jobs)
             return params, state | new_counts
-        (_replace_all if storage is None else _replace_kept)(this, jobs)
+        (_replace_all if storage is None else _replace_kept)(rule_step, jobs)
         new_params = leaves.like(item.values for item in work)
         new = {slot: [item.slots[i] for item in work] for i, slot in enumerate(rule.slots)}
         trees = {slot: leaves.like(x) for slot, x in new.items()} if storage is None else storage.entries(leaves, new)
@@ -133,8 +133,8 @@ def optimizer(
 class _UnitUpdate:
     """A unit during a step: its values and slots are replaced as the step goes on."""
 
-    def __init__(self, number: int, unit: Unit, grad: Tensor | None, slots: list[Any]) -> None:
-        self.number, self.unit, self.grad, self.slots, self.values = number, unit, grad, slots, unit.values
+    def __init__(self, index: int, unit: Unit, grad: Tensor | None, slots: list[Any]) -> None:
+        self.number, self.unit, self.grad, self.slots, self.values = index, unit, grad, slots, unit.values
 
     @property
     def columns(self) -> list[Tensor]:
@@ -165,7 +165,7 @@ def _spans(unit: Unit, varying: dict[str, Rule], missed: Missed) -> list[Span]:
     return spans
 
 
-def _overwrite(this: _RuleStep, work: list[tuple[_UnitUpdate, list[Span]]]) -> None:
+def _overwrite(rule_step: _RuleStep, work: list[tuple[_UnitUpdate, list[Span]]]) -> None:
     """Overwrites parameters and slots by fused kernels, one call for each set of numbers, dtype and device."""
     groups: dict[Any, tuple[list[Tensor], list[Tensor], list[list[Tensor]]]] = {}
     copy_backs: list[tuple[Tensor, Tensor]] = []
@@ -173,38 +173,38 @@ def _overwrite(this: _RuleStep, work: list[tuple[_UnitUpdate, list[Span]]]) -> N
         streamed = [item for item in work if streams(item[0].columns)]
         if streamed:
             for item, _ in streamed:
-                _refuse_dtypes(item, this.kept)
-            stream(_windows(this, streamed))
+                _refuse_dtypes(item, rule_step.kept)
+            stream(_windows(rule_step, streamed))
             for item, _ in streamed:  # as below
                 torch.autograd.graph.increment_version([item.values, *item.slots])
             work = [item for item in work if not streams(item[0].columns)]
         for item, spans in work:
             for key, start, stop in spans:
                 kind = (key, item.unit.values.dtype, item.unit.values.device)
-                ps, gs, slots = groups.setdefault(kind, ([], [], [[] for _ in this.rule.slots]))
+                ps, gs, slots = groups.setdefault(kind, ([], [], [[] for _ in rule_step.rule.slots]))
                 is_full = (start, stop) == (0, item.unit.values.numel())
                 row = [_real(x if is_full else x[start:stop]) for x in (item.unit.values, item.grad, *item.slots)]
-                _refuse_dtypes(item, this.kept)
+                _refuse_dtypes(item, rule_step.kept)
                 for dst, x in zip((ps, gs, *slots), _in_order(row, copy_backs), strict=True):
                     dst.append(x)
         for (key, *_), (ps, gs, slots) in groups.items():
-            this.rule.in_place(ps, gs, slots, this.count, this.numbers(key))
+            rule_step.rule.in_place(ps, gs, slots, rule_step.count, rule_step.numbers(key))
             # Fused kernels do not increment versions, by which autograd and caches notice that a tensor has changed.
             torch.autograd.graph.increment_version([*ps, *(x for slot in slots for x in slot)])
         for x, new in copy_backs:
             x.copy_(new)
 
 
-def _windows(this: _RuleStep, work: list[tuple[_UnitUpdate, list[Span]]]) -> Iterator[Window]:
+def _windows(rule_step: _RuleStep, work: list[tuple[_UnitUpdate, list[Span]]]) -> Iterator[Window]:
     """Steps on tensors that are not on the device, a few elements at a time."""
     for item, spans in work:
         columns = [_real(x) for x in item.columns]
         for key, start, stop in spans:
-            numbers = this.numbers(key)
+            numbers = rule_step.numbers(key)
 
             def move(row: list[Tensor], numbers: dict[str, Any] = numbers) -> None:
                 p, g, *slots = row
-                this.rule.in_place([p], [g], [[slot] for slot in slots], this.count, numbers)
+                rule_step.rule.in_place([p], [g], [[slot] for slot in slots], rule_step.count, numbers)
 
             for a, b in windows_of(start, stop):
                 yield Window([x[a:b] for x in columns], [True, False, *[True] * len(item.slots)], move)
@@ -226,7 +226,7 @@ def _in_order(row: list[Tensor], copy_backs: list[tuple[Tensor, Tensor]]) -> lis
 
 
 def _refuse_dtypes(item: _UnitUpdate, storage: Kept | None) -> None:
-    """Raises ValueError for a slot of another dtype than the parameter, or than it is kept as."""
+    """Raises ValueError for a slot of another dtype than the parameter or the storage."""
     for slot in item.slots:
         if storage is None and slot.dtype != item.values.dtype:
             raise ValueError(
@@ -240,27 +240,27 @@ def _refuse_dtypes(item: _UnitUpdate, storage: Kept | None) -> None:
             )
 
 
-def _copied_back(this: _RuleStep, work: list[tuple[_UnitUpdate, list[Span]]]) -> None:
-    """Overwrites parameters and slots by what the pure rule makes of them."""
+def _copied_back(rule_step: _RuleStep, work: list[tuple[_UnitUpdate, list[Span]]]) -> None:
+    """Overwrites parameters and slots with the results of the pure rule."""
     with torch.no_grad():
         for item, _ in work:
-            _refuse_dtypes(item, this.kept)
+            _refuse_dtypes(item, rule_step.kept)
         columns = [[item.values, *item.stored] for item, _ in work]
-        (_replace_all if this.kept is None else _replace_kept)(this, work)
+        (_replace_all if rule_step.kept is None else _replace_kept)(rule_step, work)
         for before, (item, _) in zip(columns, work, strict=True):
             for x, new in zip(before, [item.values, *item.stored], strict=True):
                 x.copy_(new)
 
 
-def _replace_all(this: _RuleStep, work: list[tuple[_UnitUpdate, list[Span]]]) -> None:
+def _replace_all(rule_step: _RuleStep, work: list[tuple[_UnitUpdate, list[Span]]]) -> None:
     for item, spans in work:
-        _replace(this, item, spans)
+        _replace(rule_step, item, spans)
 
 
-def _replace(this: _RuleStep, item: _UnitUpdate, spans: list[Span]) -> None:
+def _replace(rule_step: _RuleStep, item: _UnitUpdate, spans: list[Span]) -> None:
     """Replaces a unit's values and slots by new tensors, differentiably."""
     assert item.grad is not None
-    hparams = {name: varied(number, item.unit) for name, number in this.now.items()}
+    hparams = {name: varied(value, item.unit) for name, value in rule_step.now.items()}
     results: list[tuple[Tensor, tuple[Tensor, ...]]] = []
     for key, start, stop in spans:
         is_full = (start, stop) == (0, item.unit.values.numel())
@@ -269,7 +269,7 @@ def _replace(this: _RuleStep, item: _UnitUpdate, spans: list[Span]) -> None:
             name: x[start:stop].view(-1, *(1,) * (p.ndim - 1)) if isinstance(x, Tensor) and x.ndim else x
             for name, x in hparams.items()
         }
-        new, after = this.rule.pure(p, g, tuple(slots), this.count, this.numbers(key, numbers))
+        new, after = rule_step.rule.pure(p, g, tuple(slots), rule_step.count, rule_step.numbers(key, numbers))
         if item.unit.values.is_complex():
             new, after = torch.view_as_complex(new), tuple(map(torch.view_as_complex, after))
         results.append((new, after))
@@ -284,9 +284,9 @@ def _replace(this: _RuleStep, item: _UnitUpdate, spans: list[Span]) -> None:
 # --- slots in another dtype than the parameter, or in 8 bits ---
 
 
-def _overwrite_kept(this: _RuleStep, work: list[tuple[_UnitUpdate, list[Span]]]) -> None:
+def _overwrite_kept(rule_step: _RuleStep, work: list[tuple[_UnitUpdate, list[Span]]]) -> None:
     """As `_overwrite`, a few elements at a time, whose slots are decoded, updated and encoded again."""
-    storage = this.kept
+    storage = rule_step.kept
     assert storage is not None
     waiting: list[tuple[_UnitUpdate, Opened]] = []
     with torch.no_grad():
@@ -297,72 +297,74 @@ def _overwrite_kept(this: _RuleStep, work: list[tuple[_UnitUpdate, list[Span]]])
             # Slots follow the order of elements, but a parameter's memory may have another order.
             ordered.append((item, spans, item.values.contiguous().view(-1), item.grad.contiguous().view(-1)))
         stream(
-            _kept_window(this, storage, item, (p, g), part, this.numbers(key), waiting)
+            _kept_window(rule_step, storage, item, (p, g), part, rule_step.numbers(key), waiting)
             for item, spans, p, g in ordered
             for key, start, stop in spans
-            for part in storage.chunks(item.unit, start, stop, _at_once(this, item, p, g))
+            for part in storage.chunks(item.unit, start, stop, _at_once(rule_step, item, p, g))
         )
         for item, _, p, _ in ordered:
             if p.data_ptr() != item.values.data_ptr():
                 item.values.copy_(p.view(item.values.shape))
             torch.autograd.graph.increment_version([item.values])  # as in `_overwrite`
         # Blocks that ranks share need one common scale, agreed on for all units in a single exchange.
-        closed = this.closed([opened for _, opened in waiting], together=True)
-        for (item, opened), slots in zip(waiting, closed, strict=True):
+        closed = rule_step.closed([decoded for _, decoded in waiting], collective=True)
+        for (item, decoded), slots in zip(waiting, closed, strict=True):
             for stored, new in zip(item.slots, slots, strict=True):
-                for x, place, part in zip(stored, storage.places(opened.part), new, strict=True):
+                for x, place, part in zip(stored, storage.places(decoded.part), new, strict=True):
                     x.view(-1)[place] = part
 
 
-def _at_once(this: _RuleStep, item: _UnitUpdate, p: Tensor, g: Tensor) -> int:
-    """How many elements to decode at a time: all of them, if a kernel keeps no intermediate results in memory."""
+def _at_once(rule_step: _RuleStep, item: _UnitUpdate, p: Tensor, g: Tensor) -> int:
+    """The number of elements to decode at a time: all, if a kernel stores no intermediate results."""
     streamed = streams(item.columns)
-    if this.fused and not streamed and this.fused.takes([p, g, *(x.view(-1) for x in item.stored)]):
+    if rule_step.fused and not streamed and rule_step.fused.takes([p, g, *(x.view(-1) for x in item.stored)]):
         return max(len(p), BLOCK)
-    most = elements_at_a_time(item.values.device, CHUNK)
-    return min(most, streaming.CHUNK) if streamed else most
+    max_elements = elements_at_a_time(item.values.device, CHUNK)
+    return min(max_elements, streaming.CHUNK) if streamed else max_elements
 
 
 def _kept_window(
-    this: _RuleStep,
-    kept: Kept,
+    rule_step: _RuleStep,
+    storage: Kept,
     item: _UnitUpdate,
     flat: tuple[Tensor, Tensor],
     part: Runs,
-    now: dict[str, Any],
+    hparams: dict[str, Any],
     waiting: list[tuple[_UnitUpdate, Opened]],
 ) -> Window:
     """A few elements and the function that updates them; it adds blocks shared with other ranks to `waiting`."""
-    n = len(kept.dtypes)
+    n = len(storage.dtypes)
 
     def move(row: list[Tensor]) -> None:
         p, g, *parts = row
-        opened, fused = Opened(item.number, part, []), this.fused
+        decoded, fused = Opened(item.number, part, []), rule_step.fused
         if fused and fused.takes(row):
-            opened.numbers = fused(row, part, this.count, now, opened.ready)
-            if not opened.ready:
-                waiting.append((item, opened))
+            decoded.numbers = fused(row, part, rule_step.count, hparams, decoded.ready)
+            if not decoded.ready:
+                waiting.append((item, decoded))
             return
         dtype = wide(p)
         slots = [tuple(parts[i : i + n]) for i in range(0, len(parts), n)]
-        opened.numbers = [kept.opened(*each, part).to(dtype) for each in zip(this.rule.slots, slots, strict=True)]
+        pairs_of_slots = zip(rule_step.rule.slots, slots, strict=True)
+        decoded.numbers = [storage.decode(*pair, part).to(dtype) for pair in pairs_of_slots]
         moving = p.to(dtype)
-        _move_all(this, [moving, g.to(dtype), *opened.numbers], now)
+        _move_all(rule_step, [moving, g.to(dtype), *decoded.numbers], hparams)
         if moving is not p:
             p.copy_(moving)
-        if not opened.ready:
-            waiting.append((item, opened))
+        if not decoded.ready:
+            waiting.append((item, decoded))
             return
-        for x, new in zip(parts, itertools.chain.from_iterable(this.closed([opened], together=False)[0]), strict=True):
+        (encoded,) = rule_step.closed([decoded], collective=False)
+        for x, new in zip(parts, itertools.chain.from_iterable(encoded), strict=True):
             x.copy_(new)
 
     columns = [x[part[0].start : part[-1].stop] for x in flat]
     for stored in item.slots:
-        columns += [x.view(-1)[place] for x, place in zip(stored, kept.places(part), strict=True)]
+        columns += [x.view(-1)[place] for x, place in zip(stored, storage.places(part), strict=True)]
     return Window(columns, [i != 1 for i in range(len(columns))], move)
 
 
-def _move_all(this: _RuleStep, columns: list[Tensor], now: dict[str, Any]) -> None:
+def _move_all(rule_step: _RuleStep, columns: list[Tensor], hparams: dict[str, Any]) -> None:
     """Updates a vector of parameters and the vectors of slots, by one of gradients.
 
     On a CPU, kernels round differently in the remainder after the last full vector of the processor. So the remainder
@@ -374,39 +376,39 @@ def _move_all(this: _RuleStep, columns: list[Tensor], now: dict[str, Any]) -> No
     ends = [F.pad(x[n - rest :], (0, LANES - rest)) for x in columns] if rest else []
     groups += [ends] if rest else []
     ps, gs, *slots = (list(xs) for xs in zip(*groups, strict=True))
-    this.rule.in_place(ps, gs, slots, this.count, now)
+    rule_step.rule.in_place(ps, gs, slots, rule_step.count, hparams)
     for i, end in enumerate(ends):
         if i != 1:  # the gradient
             columns[i][n - rest :] = end[:rest]
 
 
-def _replace_kept(this: _RuleStep, work: list[tuple[_UnitUpdate, list[Span]]]) -> None:
+def _replace_kept(rule_step: _RuleStep, work: list[tuple[_UnitUpdate, list[Span]]]) -> None:
     """As `_replace_all`, on the numbers that slots encode."""
-    kept = this.kept
-    assert kept is not None
+    storage = rule_step.kept
+    assert storage is not None
     pending: list[tuple[_UnitUpdate, Opened]] = []
     for item, spans in work:
-        _refuse_dtypes(item, kept)
+        _refuse_dtypes(item, storage)
         assert item.grad is not None
-        part, values = kept.whole(item.unit), item.values
+        part, values = storage.all_elements(item.unit), item.values
         start, stop = (part[0].start, part[-1].stop) if part else (0, 0)
         zeros = values.new_zeros(values.numel(), dtype=wide(values))
         slots = []
-        for slot, stored in zip(this.rule.slots, item.slots, strict=True):
-            opened = zeros[:0]
+        for slot, stored in zip(rule_step.rule.slots, item.slots, strict=True):
+            numbers = zeros[:0]
             if part:
-                own = tuple(x.reshape(-1)[at] for x, at in zip(stored, kept.places(part), strict=True))
-                opened = kept.opened(slot, own, part).to(zeros.dtype)
-            slots.append(torch.cat((zeros[:start], opened, zeros[stop:])).view(values.shape))
+                stored_part = tuple(x.reshape(-1)[place] for x, place in zip(stored, storage.places(part), strict=True))
+                numbers = storage.decode(slot, stored_part, part).to(zeros.dtype)
+            slots.append(torch.cat((zeros[:start], numbers, zeros[stop:])).view(values.shape))
         unit = item.unit._replace(values=values.to(zeros.dtype))
         moving = _UnitUpdate(item.number, unit, item.grad.to(zeros.dtype), slots)
-        _replace(this, moving, spans)
+        _replace(rule_step, moving, spans)
         item.values = moving.values.to(values.dtype)
         if part:  # a rank that has nothing takes part in derivatives nevertheless
             pending.append((item, Opened(item.number, part, [x.reshape(-1)[start:stop] for x in moving.slots])))
-    closed = this.closed([moved for _, moved in pending], together=True)
-    for (item, moved), stored in zip(pending, closed, strict=True):
-        places = kept.places(moved.part)
+    closed = rule_step.closed([decoded for _, decoded in pending], collective=True)
+    for (item, decoded), stored in zip(pending, closed, strict=True):
+        places = storage.places(decoded.part)
         for i, new in enumerate(stored):
             item.slots[i] = tuple(map(_with, item.slots[i], places, new))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from shardfn.mesh.planned import planned
 from shardfn.optim.differentiable import refuse_overwriting
 from shardfn.optim.guard import other_parameters
-from shardfn.optim.hyperparameters import at_step, check, constants, kind, whole
+from shardfn.optim.hyperparameters import at_step, check, check_integer, constants, kind
 from shardfn.optim.optimizer import Optimizer
 from shardfn.optim.state_offload import NOWHERE, on_whole
 from shardfn.quoting import listed
@@ -48,9 +48,9 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
     Example:
         ``from_torch(torch.optim.RMSprop, lr=1e-3, weight_decay=lambda path, shape: 0.1 * (len(shape) > 1))``
     """
-    whole("from_torch", "block", block, 1)
+    check_integer("from_torch", "block", block, 1)
     if not callable(make):
-        raise TypeError(f"from_torch takes an optimizer's class, such as torch.optim.RMSprop, not {kind(make)}")
+        raise TypeError(f"from_torch: make must be an optimizer's class, such as torch.optim.RMSprop, got {kind(make)}")
     if "lr" in options:
         check("from_torch", {"lr": options["lr"]})
     name = getattr(make, "__name__", str(make))
@@ -68,13 +68,13 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         count, leaves = state["step"] + 1, units(params)
-        now = dict(state["numbers"])
+        hparams = dict(state["numbers"])
         if callable(options.get("lr")):
-            now["lr"] = at_step(options["lr"], count)
+            hparams["lr"] = at_step(options["lr"], count)
         groups: dict[Any, list[Tensor]] = {}
         work: list[tuple[Tensor, Unit, dict[str, Any], _ElementRange]] = []
         memory = {name: dict(known) for name, known in state["memory"].items()}
-        moved: list[tuple[Tensor, Tensor]] = []
+        copy_backs: list[tuple[Tensor, Tensor]] = []
         refuse_overwriting(name, params, grads, state, instead="take an optimizer of shardfn with donate=False")
         for key, (unit, grad) in zip(_names(leaves.each), pairs(leaves, grads), strict=True):
             if grad is None:
@@ -82,22 +82,22 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
             for stretch in _stretches(unit, rules, block):
                 variable = _variable(unit.values, grad, stretch)
                 if not (stretch.empty or dense(_cut(unit.values, stretch.start, stretch.stop))):
-                    moved.append((unit.values, variable))
+                    copy_backs.append((unit.values, variable))
                 groups.setdefault(stretch.options, []).append(variable)
                 work.append((variable, unit, memory[key], stretch))
         if not groups:
             return params, state | {"step": count}
-        optimizer = make([{"params": members, **dict(key)} for key, members in groups.items()], **now)
+        optimizer = make([{"params": members, **dict(key)} for key, members in groups.items()], **hparams)
         for variable, unit, unit_memory, stretch in work:
             if stretch.name in unit_memory:
-                slots = unit_memory[stretch.name]
-                optimizer.state[variable] = {slot: _opened(x, variable, unit, stretch) for slot, x in slots.items()}
+                slots = unit_memory[stretch.name].items()
+                optimizer.state[variable] = {slot: _restored_slot(x, variable, unit, stretch) for slot, x in slots}
         with _numbers_on_host():
             optimizer.step()
         # Fused kernels do not increment versions, by which autograd and caches notice that a tensor has changed.
         torch.autograd.graph.increment_version([variable for variable, *_ in work])
         with torch.no_grad():
-            for x, copy in moved:
+            for x, copy in copy_backs:
                 x.copy_(copy)
         for variable, unit, unit_memory, stretch in work:
             unit_memory[stretch.name] = {
@@ -111,19 +111,19 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
     return Optimizer(init, on_whole(step))
 
 
-def _names(each: Sequence[Unit]) -> list[str]:
+def _names(members: Sequence[Unit]) -> list[str]:
     """The names of units; where a stage has several, the path of the first parameter of each."""
-    counts = Counter(unit.name for unit in each)
-    return [unit.name if counts[unit.name] == 1 else unit.path(unit.entries[0]) for unit in each]
+    counts = Counter(unit.name for unit in members)
+    return [unit.name if counts[unit.name] == 1 else unit.path(unit.entries[0]) for unit in members]
 
 
 def _numbers_on_host() -> Any:
-    """A context in which the numbers in an optimizer's state are on the host, as in a run, when a step is planned."""
+    """A context that keeps the numbers in an optimizer's state on the host while planning."""
     return torch.device("cpu") if planned() else contextlib.nullcontext()
 
 
 def comes_later(state: Any) -> bool:
-    """Whether a state has one of this module's in it whose memory is still empty; the first step fills it."""
+    """Whether a state has a `from_torch` state whose memory the first step fills."""
     return any(map(_without_memory, optree.tree_leaves(state, is_leaf=_without_memory)))
 
 
@@ -132,7 +132,7 @@ def _without_memory(node: Any) -> bool:
 
 
 def _variable(values: Tensor, grad: Tensor, stretch: _ElementRange) -> Tensor:
-    """A range of a unit with its gradient, as an optimizer takes it: a view, or a copy if the range is not dense.
+    """Returns a range of a unit with its gradient: a view, or a copy if it is not dense.
 
     For a range without elements it is two numbers, which are forgotten: CUDA starts no kernel for nothing, and what
     other libraries make of that is an error. (Of one, a state of one number would look like one of each element.)
@@ -146,13 +146,13 @@ def _variable(values: Tensor, grad: Tensor, stretch: _ElementRange) -> Tensor:
         variable = variable.contiguous()
     variable.requires_grad_()
     g = _cut(grad, stretch.start, stretch.stop).detach()
-    alike = g.stride() == variable.stride()
-    variable.grad = g if alike else torch.empty_like(variable, requires_grad=False).copy_(g)
+    same_strides = g.stride() == variable.stride()
+    variable.grad = g if same_strides else torch.empty_like(variable, requires_grad=False).copy_(g)
     return variable
 
 
-def _opened(x: Any, variable: Tensor, unit: Unit, stretch: _ElementRange) -> Any:
-    """What is remembered of a range, as an optimizer takes it."""
+def _restored_slot(x: Any, variable: Tensor, unit: Unit, stretch: _ElementRange) -> Any:
+    """Returns the remembered value of a range, as an optimizer takes it."""
     if not is_unit(x):
         return x
     if message := other_parameters(x.layout, unit.layout):
@@ -179,8 +179,8 @@ class _ElementRange:
 def _stretches(unit: Unit, rules: dict[str, Any], block: int) -> list[_ElementRange]:
     """Ranges with the same options, each split into whole blocks and a rest."""
 
-    def options(path: str, whole: tuple[int, ...]) -> Any:
-        return tuple((name, rule(path, whole)) for name, rule in rules.items())
+    def options(path: str, shape: tuple[int, ...]) -> Any:
+        return tuple((name, rule(path, shape)) for name, rule in rules.items())
 
     if unit.layout is None:
         (stretch,) = unit.segments
@@ -188,11 +188,11 @@ def _stretches(unit: Unit, rules: dict[str, Any], block: int) -> list[_ElementRa
     else:
         runs = stretches(unit, options)
     split = []
-    for number, (key, entries, start, stop) in enumerate(runs):
+    for index, (key, entries, start, stop) in enumerate(runs):
         middle = start + (stop - start) // block * block if unit.layout else stop
-        split.append(_ElementRange(key, entries, start, middle, str(number)))
+        split.append(_ElementRange(key, entries, start, middle, str(index)))
         if unit.layout and block > 1:
-            split.append(_ElementRange(key, entries, middle, stop, f"{number}, rest"))
+            split.append(_ElementRange(key, entries, middle, stop, f"{index}, rest"))
     return split  # also those of which this rank has nothing, so that all ranks' states have one structure
 
 
@@ -237,22 +237,22 @@ def _refuse_placed(name: str, unit: Unit, layout: Layout, block: int, draws: boo
 
 
 def _refuse_coupled(name: str, make: Callable[..., torch.optim.Optimizer], options: dict[str, Any], block: int) -> None:
-    """Raises ValueError unless a matrix moves as its parts do: whole blocks, vectors with optimizers of their own."""
+    """Raises ValueError unless an optimizer moves a matrix like its blocks in separate optimizers."""
     plain = _plain(options)
     start = torch.linspace(-1.0, 2.0, 8 * block, dtype=torch.float32, device="cpu")
     halves = (start[: 3 * block], start[3 * block :])
     matrix = _steps(name, make, plain, [[start.view(4, -1)]])
-    for split, why in (  # from how torch runs it to how a step here does
+    for split, reason in (  # from how torch runs it to how a step here does
         ([[start]], "how many dimensions its parameter has, and a shard is flat"),
         ([halves], "what its neighbours are, and a shard has not all of them"),
         ([[half] for half in halves], "what other elements are, and this rank has not all of them"),
     ):
-        if not _alike(matrix, _steps(name, make, plain, split)):
+        if not _same_result(matrix, _steps(name, make, plain, split)):
             raise ValueError(
-                f"from_torch: {name} moves an element by {why}. "
+                f"from_torch: {name} moves an element by {reason}. "
                 "shardfn.optim has adafactor and muon, which know of shards"
             )
-    if not _alike(matrix, _steps(name, make, plain, [[half] for half in halves], anew=True)):
+    if not _same_result(matrix, _steps(name, make, plain, [[half] for half in halves], recreate=True)):
         raise ValueError(
             f"from_torch: {name} remembers something outside of its `state`, as in `param_groups` or in an attribute: "
             f"it would be lost, as each step makes a new {name}. Write an Optimizer(init, step), whose state holds it"
@@ -263,32 +263,32 @@ _Moved = tuple[Tensor, set[str]]
 
 
 def _steps(
-    name: str, make: Callable[..., torch.optim.Optimizer], plain: dict[str, Any], split: Any, anew: bool = False
+    name: str, make: Callable[..., torch.optim.Optimizer], plain: dict[str, Any], split: Any, recreate: bool = False
 ) -> _Moved:
     """Three steps of an optimizer for each list of tensors: where all elements are then, and the groups' options."""
-    each = [[x.clone().requires_grad_() for x in parts] for parts in split]
-    slopes = [[x.detach() ** 3 + 1 for x in parts] for parts in each]
+    variable_lists = [[x.clone().requires_grad_() for x in parts] for parts in split]
+    slopes = [[x.detach() ** 3 + 1 for x in parts] for parts in variable_lists]
     try:
-        optimizers = [make(variables, **plain) for variables in each]
+        optimizers = [make(variables, **plain) for variables in variable_lists]
     except ValueError as error:
-        if each[0][0].ndim > 1:  # of the options
+        if variable_lists[0][0].ndim > 1:  # of the options
             raise
         raise ValueError(f"from_torch: {name} takes no vectors, and a shard is one: {error}") from error
     for factor in (1.0, 3.0, 1000.0):
-        for at, variables in enumerate(each):
-            if anew:
-                optimizers[at], before = make(variables, **plain), optimizers[at]
-                optimizers[at].state.update(before.state)
-            for x, slope in zip(variables, slopes[at], strict=True):
+        for index, variables in enumerate(variable_lists):
+            if recreate:
+                optimizers[index], before = make(variables, **plain), optimizers[index]
+                optimizers[index].state.update(before.state)
+            for x, slope in zip(variables, slopes[index], strict=True):
                 x.grad = factor * slope
             try:
-                optimizers[at].step()
+                optimizers[index].step()
             except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
                 raise ValueError(f"from_torch: {name} does not step on vectors: {error}") from error
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    said = {str([(option, x) for option, x in group.items() if option != "params"]) for group in groups}
-    return torch.cat([x.detach().flatten() for variables in each for x in variables]), said
+    group_options = {str([(option, x) for option, x in group.items() if option != "params"]) for group in groups}
+    return torch.cat([x.detach().flatten() for variables in variable_lists for x in variables]), group_options
 
 
-def _alike(one: _Moved, other: _Moved) -> bool:
-    return one[1] == other[1] and torch.allclose(one[0], other[0], rtol=1e-5, atol=1e-7)
+def _same_result(first: _Moved, second: _Moved) -> bool:
+    return first[1] == second[1] and torch.allclose(first[0], second[0], rtol=1e-5, atol=1e-7)

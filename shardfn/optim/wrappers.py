@@ -18,7 +18,7 @@ from shardfn.mesh.planned import planned
 from shardfn.mesh.scope import mesh_of, scope
 from shardfn.mesh.selectors import Which, chosen
 from shardfn.optim.differentiable import differentiable, lerped, refuse_overwriting, share_memory
-from shardfn.optim.hyperparameters import check, whole
+from shardfn.optim.hyperparameters import check, check_integer
 from shardfn.optim.norms import roots
 from shardfn.optim.optimizer import Optimizer, Rule, must_be_optimizer
 from shardfn.quoting import listed
@@ -49,7 +49,7 @@ def masked(optimizer: Optimizer, rule: Which, otherwise: Optimizer | None = None
 
 
 def split(name: str, optimizer: Optimizer, rule: Which, otherwise: Optimizer | None) -> Optimizer:
-    """`masked`, for a caller of another name."""
+    """As `masked`, with the caller's name for messages."""
     for opt in (optimizer, *([] if otherwise is None else [otherwise])):
         must_be_optimizer(name, opt)
     which = chosen(rule, f"{name}: the rule")
@@ -165,8 +165,8 @@ def ema(optimizer: Optimizer, decay: float, *, donate: bool = True) -> Optimizer
             refuse_overwriting("ema", params, state)
         with torch.set_grad_enabled(not donate and torch.is_grad_enabled()):
             old = [averages[i] for i in moving]
-            now = [leaves.each[i].values.to(average.dtype) for i, average in zip(moving, old, strict=True)]
-            new = lerped(old, now, 1 - state["decay"], donate)
+            current = [leaves.each[i].values.to(average.dtype) for i, average in zip(moving, old, strict=True)]
+            new = lerped(old, current, 1 - state["decay"], donate)
         for i, average in zip(moving, new, strict=True):
             averages[i] = average
         return params, state | {"optimizer": inner, "average": leaves.like(averages)}
@@ -201,7 +201,7 @@ def accumulate(optimizer: Optimizer, every: int, *, accumulator_dtype: torch.dty
         ``multi_steps(adamw(3e-4), 8)``
     """
     must_be_optimizer("accumulate", optimizer)
-    whole("accumulate", "every", every, 1)
+    check_integer("accumulate", "every", every, 1)
     if accumulator_dtype is not None and not getattr(accumulator_dtype, "is_floating_point", False):
         raise TypeError(
             f"accumulate: accumulator_dtype must be a real floating-point dtype, or None, got {accumulator_dtype!r}. "
@@ -209,9 +209,10 @@ def accumulate(optimizer: Optimizer, every: int, *, accumulator_dtype: torch.dty
         )
 
     def sum_of(unit: Unit) -> Tensor:
-        own = unit.values.dtype
-        dtype = own if own.is_complex else accumulator_dtype or torch.promote_types(own, torch.float32)
-        return slot(unit, dtype=None if dtype == own else dtype)
+        param_dtype = unit.values.dtype
+        dtype = accumulator_dtype or torch.promote_types(param_dtype, torch.float32)
+        dtype = param_dtype if param_dtype.is_complex else dtype
+        return slot(unit, dtype=None if dtype == param_dtype else dtype)
 
     def init(params: Any) -> Any:
         return {"optimizer": optimizer.init(params), "count": 0} | nothing(params)
@@ -225,16 +226,16 @@ def accumulate(optimizer: Optimizer, every: int, *, accumulator_dtype: torch.dty
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         leaves = units(params)
         sums = leaves.beside(state["sum"])
-        each = [unit if s is None else unit._replace(values=s) for unit, s in zip(leaves.each, sums, strict=True)]
-        now = pairs(leaves._replace(each=each), grads)  # in the dtype of the sums
-        total = [s if g is None or s is None else s + g for s, (_, g) in zip(sums, now, strict=True)]
-        given = state["given"] | {path: 1 for unit, g in now if g is not None for path in _paths(unit)}
+        sum_units = [unit if s is None else unit._replace(values=s) for unit, s in zip(leaves.each, sums, strict=True)]
+        gradient_pairs = pairs(leaves._replace(each=sum_units), grads)  # in the dtype of the sums
+        total = [s if g is None or s is None else s + g for s, (_, g) in zip(sums, gradient_pairs, strict=True)]
+        received = state["given"] | {path: 1 for unit, g in gradient_pairs if g is not None for path in _paths(unit)}
         count = state["count"] + 1
         if count < every:
-            return params, state | {"count": count, "sum": leaves.like(total), "given": given}
+            return params, state | {"count": count, "sum": leaves.like(total), "given": received}
         # What got no gradient in any of the steps gets none, and not zeros: it stays, without weight decay.
-        has = [unit.trainable and any(given[path] for path in _paths(unit)) for unit in leaves.each]
-        grads = leaves.like(s if there else None for s, there in zip(total, has, strict=True))
+        have_gradient = [unit.trainable and any(received[path] for path in _paths(unit)) for unit in leaves.each]
+        grads = leaves.like(s if present else None for s, present in zip(total, have_gradient, strict=True))
         params, inner = optimizer.step(params, grads, state["optimizer"])
         return params, {"optimizer": inner, "count": 0} | nothing(params)
 
@@ -280,21 +281,21 @@ def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
 
 
 def number(params: Any, value: float) -> Tensor:
-    """A number that a state counts, as a 0-d tensor beside the parameters."""
+    """A counter of a state, as a 0-d tensor on the parameters' device."""
     device = next((unit.values.device for unit in units(params).each if unit.values is not None), torch.device("cpu"))
     dtype = torch.int64 if type(value) is int else torch.float64
     return torch.full((), value, dtype=dtype, device=device)  # not by a copy, which no graph may hold
 
 
 def counted(params: Any, value: Tensor | float) -> Tensor:
-    """The same of what a state holds, which may be a number that somebody put there."""
+    """Returns a state's counter as a tensor; a loaded state may have a plain number."""
     return value if isinstance(value, Tensor) else number(params, value)
 
 
 def step_if_finite(
     optimizer: Optimizer, params: Any, grads: Any, passed: Callable[[], Any], state: Any
 ) -> tuple[Any, Any, bool | Tensor]:
-    """The optimizer's step with what is passed on, if gradients are finite; and whether they are.
+    """The optimizer's step on passed gradients, if they are finite; and whether they are.
 
     In a program, and in calls before it is made, that is a 0-d tensor, and the host does not decide: so the step is
     made, and each tensor then gets what it was before, if they are not.
@@ -302,32 +303,33 @@ def step_if_finite(
     if capturing() is None and not preparing():
         decided = finite(grads)
         return (*(optimizer.step(params, passed(), state) if decided else (params, state)), decided)
-    yes: Any = sum(_summed(grads), number(params, 0)) == 0
+    all_finite: Any = sum(_summed(grads), number(params, 0)) == 0
     frozen = {id(unit.values) for unit in units(params).each if not unit.trainable}
     leaves = optree.tree_leaves((params, state))
     copies = {id(x): x.clone() for x in leaves if isinstance(x, Tensor) and id(x) not in frozen}
 
-    def kept(new: Any, old: Any) -> Any:
+    def selected(new: Any, old: Any) -> Any:
         if id(old) in frozen or (not isinstance(new, Tensor) and new == old):
             return new
-        chosen = torch.where(yes, new if isinstance(new, Tensor) else number(params, new), copies.get(id(old), old))
+        value = new if isinstance(new, Tensor) else number(params, new)
+        chosen = torch.where(all_finite, value, copies.get(id(old), old))
         return new.copy_(chosen) if isinstance(old, Tensor) and share_memory(new, old) else chosen
 
     before = params, state
     with torch.no_grad():
         after = optimizer.step(params, passed(), state)
         if optree.tree_structure(after) == optree.tree_structure(before):
-            return (*optree.tree_map(kept, after, before), yes)
+            return (*optree.tree_map(selected, after, before), all_finite)
         if capturing() is not None:
             raise RuntimeError(
                 "skip_nonfinite, loss_scaled: the optimizer's state has other parts after the step than before it, as "
                 "after a first one, so a program cannot keep what was there: make a step with finite gradients first"
             )
-        if not yes:
+        if not all_finite:
             for x in leaves:
                 if id(x) in copies:
                     x.copy_(copies[id(x)])
-    return (*(after if yes else before), yes)
+    return (*(after if all_finite else before), all_finite)
 
 
 def finite(tree: Any) -> bool:
@@ -346,7 +348,7 @@ def finite(tree: Any) -> bool:
 
 
 def _summed(tree: Any) -> list[Tensor]:
-    """How many of some groups of a tree's tensors are not finite, on all ranks; nothing for none."""
+    """Returns nonfinite flags of a tree's tensors, summed over all ranks; empty without tensors."""
     leaves = units(tree)
     refuse_parts("finite", leaves)
     kinds: dict[Any, list[Tensor]] = {}
@@ -355,15 +357,15 @@ def _summed(tree: Any) -> list[Tensor]:
             x = unit.values.detach()
             x = torch.view_as_real(x) if x.is_complex() else x
             kinds.setdefault((x.device, x.dtype), []).extend(_without_padding(unit, x))
-    bad = [(~torch.stack(roots(each, math.inf)).isfinite()).any().float() for each in kinds.values() if each]
+    flags = [(~torch.stack(roots(tensors, math.inf)).isfinite()).any().float() for tensors in kinds.values() if tensors]
     for grid in dict.fromkeys(unit.layout.grid for unit in leaves.each if unit.layout):
         mesh = mesh_of(grid, "a tree")
         total = torch.zeros((), device=device_of(mesh))
-        for flag in bad:
+        for flag in flags:
             total = total + flag.to(total.device, non_blocking=total.device.type != "cpu")
         with scope(mesh), torch.no_grad():
-            bad = [functional.psum(total, tuple(name for name, _ in grid.sizes))]
-    return bad
+            flags = [functional.psum(total, tuple(name for name, _ in grid.sizes))]
+    return flags
 
 
 def _without_padding(unit: Unit, x: Tensor) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Context parallelism: attention over a sequence that is cut over an axis, as a ring or by exchanging heads.
+"""Context parallelism: attention over a sequence sharded over an axis, as a ring or by exchanging heads.
 
 In the ring each rank keeps its queries, and keys and values go around. With causal attention the rank with the
 beginning of the sequence would have little to do and the last one much, so sequences may be cut *balanced*: into two
@@ -52,7 +52,9 @@ def ring_attention(
     balanced: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention over a sequence that is cut over `axis`: `[b, h, t / c, d], [b, g, t / c, d], ... -> [b, h, t / c, d]`.
+    """Attention over a sequence sharded over `axis`, as a ring.
+
+    Shapes are `[b, h, t / c, d], [b, g, t / c, d], ... -> [b, h, t / c, d]`.
 
     Keys and values go around the ring in `c - 1` steps; in backward they go again, and their gradients in `c` steps.
     While they travel, each rank computes with those that it has. Second derivatives, tangents (jvp) and batches (vmap)
@@ -76,7 +78,7 @@ def ring_attention(
     Attention (2023), for the imbalance; Llama 3 (2024), section 3.3.2, for the cut into two pieces a rank.
     """
     _check(q, k, v, causal)
-    _alike("ring_attention", axis, {"k": k}, causal=causal, balanced=balanced, scale=scale)
+    _check_same_pieces("ring_attention", axis, {"k": k}, causal=causal, balanced=balanced, scale=scale)
     size = axis_size(axis)
     balanced = balanced and causal and size > 1
     _ordered("ring_attention", axis, balanced, causal)
@@ -111,7 +113,7 @@ def ulysses_attention(
                 f"ulysses_attention: {name} have {x.shape[1]} heads, which the {size} ranks along {axis!r} cannot "
                 f"share: use ring_attention, or an axis whose size divides {x.shape[1]}"
             )
-    _alike("ulysses_attention", axis, {"q": q, "k": k}, causal=causal, scale=scale)
+    _check_same_pieces("ulysses_attention", axis, {"q": q, "k": k}, causal=causal, scale=scale)
     q, k, v = (all_to_all(x, axis, split_dim=1, concat_dim=2) for x in (q, k, v))
     return all_to_all(attention(q, k, v, causal=causal, scale=scale), axis, split_dim=2, concat_dim=1)
 
@@ -132,11 +134,11 @@ def positions(length: int, axis: AxisName, *, balanced: bool = False, device: to
             + (f" (two for each of the {size} ranks along {axis!r})" if pieces > size else f" along {axis!r}")
             + f": pad it to {-(-length // pieces) * pieces}"
         )
-    own = _places(length // size, axis_index(axis), size, balanced, device)
+    local_positions = _places(length // size, axis_index(axis), size, balanced, device)
     if not torch.compiler.is_compiling() and (recorder := recording.current()) is not None:
-        recorder.declared(own, recorder.trace.mask(as_names(axis)), (), "positions")
+        recorder.declared(local_positions, recorder.trace.mask(as_names(axis)), (), "positions")
     _ordered("positions", axis, balanced)
-    return own
+    return local_positions
 
 
 def _ordered(name: str, axis: AxisName, balanced: bool, causal: bool = True) -> None:
@@ -145,16 +147,16 @@ def _ordered(name: str, axis: AxisName, balanced: bool, causal: bool = True) -> 
         recorder.ordered(name, as_names(axis), balanced)
 
 
-def _places(own: int, index: int, size: int, balanced: bool, device: torch.device | None) -> Tensor:
+def _places(local_length: int, index: int, size: int, balanced: bool, device: torch.device | None) -> Tensor:
     if not balanced or size == 1:
-        return torch.arange(index * own, (index + 1) * own, device=device)
-    half = own // 2
+        return torch.arange(index * local_length, (index + 1) * local_length, device=device)
+    half = local_length // 2
     pieces = index, 2 * size - 1 - index
     return torch.cat([torch.arange(piece * half, (piece + 1) * half, device=device) for piece in pieces])
 
 
-def _alike(name: str, axis: AxisName, tensors: dict[str, Tensor], **options: Any) -> None:
-    """Raises on all ranks, in a checked call, if they pass pieces of other shapes, or other options."""
+def _check_same_pieces(name: str, axis: AxisName, tensors: dict[str, Tensor], **options: Any) -> None:
+    """Raises on all ranks, in a checked call, if their pieces differ in shape, or their options differ."""
     advice = "Every rank passes the same, and as many places of the sequence: pad it to one length before it is cut"
     ops.alike(name, axis, tensors["k"], lambda: ops.arguments(tensors, **options), advice)
 
@@ -217,7 +219,7 @@ def _ring(axis: AxisName, causal: bool, balanced: bool, scale: float) -> custom_
         arriving: Callable[[], Tensor] = lambda: travelling  # noqa: E731
         for step in range(size):
             coming = _sent(travelling, axis) if step + 1 < size else None
-            own = torch.zeros_like(travelling, dtype=wide(q))
+            kv_grads = torch.zeros_like(travelling, dtype=wide(q))
             for rows, columns, masked in _parts(index, (index - step) % size, q.shape[2], causal, balanced):
                 keys, values = (x[:, :, columns] for x in travelling)
                 own_ct, own_q, own_out, own_lse = (x[:, :, rows] for x in (ct, q, out, lse))
@@ -225,9 +227,9 @@ def _ring(axis: AxisName, causal: bool, balanced: bool, scale: float) -> custom_
                     own_ct, own_q, own_out, own_lse, keys, values, masked, scale
                 )
                 dq[:, :, rows] += new_q
-                own[0, :, :, columns] += new_k
-                own[1, :, :, columns] += new_v
-            arriving = _sent(own if step == 0 else arriving() + own, axis)
+                kv_grads[0, :, :, columns] += new_k
+                kv_grads[1, :, :, columns] += new_v
+            arriving = _sent(kv_grads if step == 0 else arriving() + kv_grads, axis)
             if coming is not None:
                 travelling = coming()
         dk, dv = arriving().to(k.dtype).unbind(0)
@@ -238,14 +240,14 @@ def _ring(axis: AxisName, causal: bool, balanced: bool, scale: float) -> custom_
 
 def _parts(index: int, source: int, length: int, causal: bool, balanced: bool) -> list[Block]:
     """Which of a rank's queries attend to which of the keys that came from `source`."""
-    whole, half = slice(None), length // 2
+    full, half = slice(None), length // 2
     if not causal:
-        return [(whole, whole, False)]
+        return [(full, full, False)]
     if index == source:
-        return [(whole, whole, True)]
+        return [(full, full, True)]
     if not balanced:
-        return [(whole, whole, False)] if source < index else []
-    return [(whole, slice(0, half), False)] if source < index else [(slice(half, None), whole, False)]
+        return [(full, full, False)] if source < index else []
+    return [(full, slice(0, half), False)] if source < index else [(slice(half, None), full, False)]
 
 
 def _sent(x: Tensor, axis: AxisName) -> Callable[[], Tensor]:

@@ -1,4 +1,4 @@
-"""Tensor parallelism: layers whose matrices are cut over an axis, the first by columns and the second by rows.
+"""Tensor parallelism: layers whose matrices are sharded over an axis, by columns and then by rows.
 
 Between the two, each rank computes with its own columns. `to_parallel` and `from_parallel` are Megatron's `f` and `g`;
 with `sequence=` they are those of its sequence parallelism, where activations between layers are cut too. `rms_norm` is
@@ -77,10 +77,10 @@ def embedding(tokens: Tensor, table: Tensor, axis: AxisName = (), *, sequence: i
     ops.alike("embedding", axis, table, lambda: ops.arguments({"tokens": tokens, "table": table}), EQUAL)
     size, rows = axis_size(axis), table.shape[0]
     check_range("embedding", "tokens", tokens, rows * size)
-    own = tokens - axis_index(axis) * rows
-    here = (own >= 0) & (own < rows)
-    vectors = F.embedding(own.where(here, 0), table)  # another rank's token looks up row 0, and its result is masked
-    return from_parallel(vectors * here[..., None], axis, sequence=sequence) if size > 1 else vectors
+    local_ids = tokens - axis_index(axis) * rows
+    is_local = (local_ids >= 0) & (local_ids < rows)
+    vectors = F.embedding(local_ids.where(is_local, 0), table)  # another rank's token looks up row 0, and is masked
+    return from_parallel(vectors * is_local[..., None], axis, sequence=sequence) if size > 1 else vectors
 
 
 EQUAL = "Every rank passes the same, of what the axis cuts equal pieces: pad that to a multiple of the number of ranks"
@@ -89,17 +89,17 @@ _INTEGERS = (
 )  # fmt: skip
 
 
-def as_indices(caller: str, what: str, x: Tensor) -> Tensor:
+def as_indices(caller: str, name: str, x: Tensor) -> Tensor:
     """`x` in a dtype that torch takes for indices, int32 or int64; raises TypeError unless it has integers."""
     if x.dtype not in _INTEGERS:
         raise TypeError(
-            f"{caller}: {what} are {x.dtype} {tuple(x.shape)}; they are integers: write {what}.long(), if this is the "
+            f"{caller}: {name} are {x.dtype} {tuple(x.shape)}; they are integers: write {name}.long(), if this is the "
             f"right argument"
         )
     return x if x.dtype in (torch.int32, torch.int64) else x.long()
 
 
-def check_range(caller: str, what: str, indices: Tensor, n: int, ignore: int | None = None) -> None:
+def check_range(caller: str, name: str, indices: Tensor, n: int, ignore: int | None = None) -> None:
     """Raises IndexError unless indices are from 0 to `n - 1`, or `ignore`; on an accelerator RuntimeError, later.
 
     There an operation that finds a wrong index would end the context of the device, so indices must be masked, too.
@@ -109,18 +109,18 @@ def check_range(caller: str, what: str, indices: Tensor, n: int, ignore: int | N
     if dispatch.in_graph():
         watch = capturing()
         if watch is not None and watch.traces and not functorch.inside_transform():
-            run(_InRange(functools.partial(_outside, caller, what, n, indices.numel())), [_ends(indices, n, ignore)])
+            run(_InRange(functools.partial(_outside, caller, name, n, indices.numel())), [_ends(indices, n, ignore)])
         return
     with functorch.outside_transforms():
-        found = functorch.unwrapped(indices)
-        wrong = functools.partial(_outside, caller, what, n, found.numel())
-        if found.device.type == "cpu" and type(found).__torch_dispatch__ is Tensor.__torch_dispatch__:
+        values = functorch.unwrapped(indices)
+        wrong = functools.partial(_outside, caller, name, n, values.numel())
+        if values.device.type == "cpu" and type(values).__torch_dispatch__ is Tensor.__torch_dispatch__:
             with dispatch.outside_modes():
-                message = wrong(_ends(found, n, ignore))
+                message = wrong(_ends(values, n, ignore))
             if message is not None:
                 raise IndexError(message)
-        elif found.device.type not in ("cpu", "meta"):
-            ends = _ends(found, n, ignore)
+        elif values.device.type not in ("cpu", "meta"):
+            ends = _ends(values, n, ignore)
             if (watch := capturing()) is not None:
                 watch.late.append((ends, wrong))
                 return
@@ -165,11 +165,11 @@ def _ends(indices: Tensor, n: int, ignore: int | None) -> Tensor:
     return torch.stack((*indices.aminmax(), outside))
 
 
-def _outside(caller: str, what: str, n: int, total: int, ends: Tensor) -> str | None:
+def _outside(caller: str, name: str, n: int, total: int, ends: Tensor) -> str | None:
     low, high, number = ends.tolist()
     if low >= 0 and high < n:
         return None
-    return f"{caller}: {what} are from {low} to {high}; they are from 0 to {n - 1}, and {number} of {total} are not"
+    return f"{caller}: {name} are from {low} to {high}; they are from 0 to {n - 1}, and {number} of {total} are not"
 
 
 # --- normalisation of vectors that are cut over an axis ---
@@ -196,8 +196,8 @@ def rms_norm(x: Tensor, weight: Tensor, axis: AxisName = (), *, eps: float | Non
         raise ValueError(f"rms_norm: x {tuple(x.shape)}, weight {tuple(weight.shape)}; they are [..., d] and [d]")
     eps = torch.finfo(wide(x)).eps if eps is None else eps
     ops.alike("rms_norm", axis, x, lambda: ops.arguments({"x": x}, eps=eps), EQUAL)
-    alike = x.dtype == weight.dtype and not functorch.inside_batching_or_forward()
-    if alike and x.device.type != "cpu" and axis_size(axis) == 1:
+    same_dtype = x.dtype == weight.dtype and not functorch.inside_batching_or_forward()
+    if same_dtype and x.device.type != "cpu" and axis_size(axis) == 1:
         return F.rms_norm(x, weight.shape, weight, eps)  # one kernel
     out: Tensor = _rms_rule(axis, eps)(x, weight)[0]
     return out
@@ -227,13 +227,13 @@ def _rms_rule(axis: AxisName, eps: float) -> custom_vjp:
         if ct is None:
             return [None, None]
         scale = scales.view(-1, 1)
-        rows, grads = (each.reshape(-1, x.shape[-1]).to(scale.dtype) for each in (x, ct))
+        rows, grads = (values.reshape(-1, x.shape[-1]).to(scale.dtype) for values in (x, ct))
         weights = weight.to(scale.dtype)
         products = grads * rows
         dx = dw = None
         if needs[0]:
-            along = psum(products @ weights, axis)[:, None]
-            dx = (grads * weights).mul_(scale).addcmul_(rows, along * scale**3 / -width(x))
+            projections = psum(products @ weights, axis)[:, None]
+            dx = (grads * weights).mul_(scale).addcmul_(rows, projections * scale**3 / -width(x))
             dx = dx.to(x.dtype).view(x.shape)
         if needs[1]:
             dw = (scale.mT @ products)[0].to(weight.dtype)

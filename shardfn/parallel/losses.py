@@ -1,4 +1,4 @@
-"""Cross-entropy without the whole logits: their columns are cut over an axis, and rows are computed in chunks."""
+"""Cross-entropy without the full logits: columns are sharded over an axis, rows computed in chunks."""
 
 from __future__ import annotations
 
@@ -62,10 +62,8 @@ def cross_entropy(
             f"cross_entropy: x {tuple(x.shape)}, w {tuple(w.shape)}, targets {tuple(targets.shape)}; they are "
             f"[..., d], [d, v] and [...]"
         )
-    own = {"x": x, "w": w, "targets": targets}
-    ops.alike(
-        "cross_entropy", axis, x, lambda: ops.arguments(own, vocabulary=vocabulary, ignore=ignore, chunk=chunk), EQUAL
-    )
+    tensors, sizes = {"x": x, "w": w, "targets": targets}, {"vocabulary": vocabulary, "ignore": ignore, "chunk": chunk}
+    ops.alike("cross_entropy", axis, x, lambda: ops.arguments(tensors, **sizes), EQUAL)
     size = axis_size(axis)
     columns = w.shape[1] * size if vocabulary is None else vocabulary
     if not 0 < columns <= w.shape[1] * size:
@@ -74,7 +72,7 @@ def cross_entropy(
         )
     rows = max(1, elements_at_a_time(x.device, *LOGITS) // max(1, w.shape[1])) if chunk is None else chunk
     if rows < 1:
-        raise ValueError(f"cross_entropy: chunk={chunk}; it is a number of rows, 1 or more")
+        raise ValueError(f"cross_entropy: chunk must be a number of rows, 1 or more, got {chunk}")
     flat_x, labels = x.reshape(-1, x.shape[-1]), as_indices("cross_entropy", "targets", targets).reshape(-1)
     check_range("cross_entropy", "targets", labels, columns, ignore)
     losses = _rule(axis, columns, ignore, rows)(flat_x, w, labels)[0]
@@ -82,7 +80,7 @@ def cross_entropy(
 
 
 def _added(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """`total + a @ b`; may overwrite `total`. A sum is at least in float32: its error must not grow with its terms."""
+    """Returns `total + a @ b`, at least in float32 so that errors stay small; may overwrite `total`."""
     if total is None:
         return a @ b
     return total.addmm_(a, b) if total.dtype == b.dtype == wide(total) else total.to(wide(total)).add_(a @ b)
@@ -104,12 +102,12 @@ def _rule(axis: AxisName, columns: int, ignore: int, rows: int) -> custom_vjp:
         `top` are the largest of this rank's logits, and `total` the sums of `exp(logits - top)`. A loss is the
         difference of two numbers that are as small as it is: what logits have in common would cost its digits.
         """
-        column, here = _own(targets, logits.shape[1], axis)
+        column, is_local = _local_column(targets, logits.shape[1], axis)
         largest = pmax(top, axis)
-        chosen = (logits[_rows(column), column] - largest).where(here, 0)
+        chosen = (logits[_rows(column), column] - largest).where(is_local, 0)
         part = (top - largest).exp() * total
-        whole, chosen = psum(torch.stack((part, chosen)), axis).unbind(0)
-        return (whole.log() - chosen).where(targets != ignore, 0), part / whole
+        denominator, chosen = psum(torch.stack((part, chosen)), axis).unbind(0)
+        return (denominator.log() - chosen).where(targets != ignore, 0), part / denominator
 
     def pure(x: Tensor, w: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         own_logits = logits(x, w)
@@ -128,17 +126,17 @@ def _rule(axis: AxisName, columns: int, ignore: int, rows: int) -> custom_vjp:
     def bwd(
         residuals: Sequence[Tensor], cotangents: Sequence[Tensor | None], needs: Sequence[bool]
     ) -> list[Tensor | None]:
-        (x, w, targets, parts, *kept), (ct,) = residuals, cotangents
+        (x, w, targets, parts, *saved), (ct,) = residuals, cotangents
         if ct is None:
             return [None, None, None]
         ct = ct.where(targets != ignore, 0)
         dx = torch.empty_like(x) if needs[0] else None
         dw: Tensor | None = None
         for chunk in _chunks(len(x), rows):
-            shares = kept[0] if kept else logits(x[chunk], w).softmax(1)
+            shares = saved[0] if saved else logits(x[chunk], w).softmax(1)
             p = shares * (parts[chunk] * ct[chunk])[:, None]
-            column, here = _own(targets[chunk], p.shape[1], axis)
-            p[_rows(column), column] -= ct[chunk].where(here, 0)
+            column, is_local = _local_column(targets[chunk], p.shape[1], axis)
+            p[_rows(column), column] -= ct[chunk].where(is_local, 0)
             p = p.to(x.dtype)
             if dx is not None:
                 dx[chunk] = p @ w.mT
@@ -148,7 +146,7 @@ def _rule(axis: AxisName, columns: int, ignore: int, rows: int) -> custom_vjp:
     return custom_vjp(pure, fwd, bwd)
 
 
-def _own(targets: Tensor, n: int, axis: AxisName) -> tuple[Tensor, Tensor]:
+def _local_column(targets: Tensor, n: int, axis: AxisName) -> tuple[Tensor, Tensor]:
     """Each target's column on this rank, which has `n`, and whether this rank has it; otherwise any column."""
     column = targets - axis_index(axis) * n
     inside = column.clamp(0, n - 1)

@@ -130,8 +130,8 @@ class _NoteChannel:
         with functorch.outside_transforms():
             message = torch.empty(ROOM + _places(rows)[-1], dtype=torch.uint8, device="cpu")
             message[: min(ROOM, len(data))] = torch.frombuffer(bytearray(data[:ROOM]), dtype=torch.uint8)
-            for row, at in zip(rows, _places(rows), strict=False):
-                message[ROOM + at : ROOM + at + len(row)] = row
+            for row, offset in zip(rows, _places(rows), strict=False):
+                message[ROOM + offset : ROOM + offset + len(row)] = row
             self._start(message, _NOTE)
             if len(data) > ROOM:
                 self._start(torch.frombuffer(bytearray(data[ROOM:]), dtype=torch.uint8), _MORE)
@@ -192,8 +192,8 @@ class PipelineRanks:
         index: this rank's index among them.
     """
 
-    def __init__(self, axis: AxisName, along: Communicator, device: torch.device) -> None:
-        backend = process_groups.backend_of(along.group, device.type)
+    def __init__(self, axis: AxisName, communicator: Communicator, device: torch.device) -> None:
+        backend = process_groups.backend_of(communicator.group, device.type)
         if backend in ("fake", "threaded", "undefined"):
             raise RuntimeError(f"pipeline along {axis!r}: its backend, {backend!r}, sends nothing from rank to rank")
         if backend == "gloo" and device.type != "cpu":
@@ -201,18 +201,19 @@ class PipelineRanks:
                 f"pipeline along {axis!r}: gloo sends no tensors on {device.type} from rank to rank: use NCCL, "
                 f"with one process for each device"
             )
-        self.axis, self.communicator, self.device = axis, along, device
-        self.size, self.index = along.axis.size, along.axis.index
-        ranks = dist.get_process_group_ranks(along.group)
-        hosts = along.group if backend == "gloo" or planned() else group_over(ranks, "notes", "gloo")
-        self.together = hosts is along.group and self.device.type == "cpu"  # notes and tensors take the same way
+        self.axis, self.communicator, self.device = axis, communicator, device
+        self.size, self.index = communicator.axis.size, communicator.axis.index
+        ranks = dist.get_process_group_ranks(communicator.group)
+        hosts = communicator.group if backend == "gloo" or planned() else group_over(ranks, "notes", "gloo")
+        self.together = hosts is communicator.group and self.device.type == "cpu"  # notes and tensors take the same way
         self.lines = {i: _NoteChannel(hosts, i) for i in range(self.size) if i != self.index}
         self.sent: dict[int, deque[list[_Sent]]] = {i: deque() for i in self.lines}
         self.ends: dict[int, LastNote] = {}
         self.hosts = hosts
-        late = process_groups.connects_late(along.group, device.type)
-        ways = {"gathers": along.group, "reductions": group_over(ranks, "reduce") if late else along.group}
-        self.groups = {way: connected(group, device, pairs=True) for way, group in ways.items()}
+        late = process_groups.connects_late(communicator.group, device.type)
+        backward_group = group_over(ranks, "reduce") if late else communicator.group
+        ways = {"gathers": communicator.group, "reductions": backward_group}
+        self.groups = {direction: connected(group, device, pairs=True) for direction, group in ways.items()}
 
     # --- a run ---
 
@@ -253,14 +254,14 @@ class PipelineRanks:
             )
 
     def _finished(self, result: Any, failure: BaseException | None) -> list[LastNote]:
-        """Exchanges ends and returns every rank's, once no message is under way."""
+        """Exchanges ends and returns every rank's, once no message is in flight."""
         stopped = isinstance(failure, Stopped)
         wrong = None if failure is None or stopped else (type(failure).__name__, str(failure)[:8000])
-        own, earlier = LastNote(result, wrong, stopped), _cut_short.get(self.hosts)
+        local_note, earlier = LastNote(result, wrong, stopped), _cut_short.get(self.hosts)
         _cut_short[self.hosts] = earlier or "while ranks compared how it ended"  # stays if an interrupt comes below
         for line in self.lines.values():
             with contextlib.suppress(RuntimeError):  # a rank that is gone cannot be told
-                line.send(own)
+                line.send(local_note)
         cut = earlier or "; ".join(filter(None, [self._reads_to_the_end(source) for source in self.lines]))
         for i, line in self.lines.items():
             if self.ends.get(i, _GONE) is not _GONE:
@@ -271,7 +272,7 @@ class PipelineRanks:
             _cut_short[self.hosts] = cut
         else:
             del _cut_short[self.hosts]
-        return [own if i == self.index else self.ends.get(i, _GONE) for i in range(self.size)]
+        return [local_note if i == self.index else self.ends.get(i, _GONE) for i in range(self.size)]
 
     def _reads_to_the_end(self, source: int) -> str:
         """Reads messages up to a rank's end; returns why some remain unread, or an empty string."""
@@ -290,12 +291,12 @@ class PipelineRanks:
             if end.wrong is not None:
                 kind, text = end.wrong
                 error = {"ValueError": ValueError, "TypeError": TypeError}.get(kind, RuntimeError)
-                what = kind if end is _GONE else f"failed: {kind}: {text}"
-                raise error(f"pipeline: rank {i} along {self.axis!r} {what}")
+                problem = kind if end is _GONE else f"failed: {kind}: {text}"
+                raise error(f"pipeline: rank {i} along {self.axis!r} {problem}")
 
     # --- what goes and comes during a run ---
 
-    def send(self, tensors: Sequence[Tensor], to: int, way: Way, payload: Any, tree: bytes = b"") -> None:
+    def send(self, tensors: Sequence[Tensor], to: int, direction: Way, payload: Any, tree: bytes = b"") -> None:
         """Sends tensors, which must not change until they have arrived.
 
         Raises:
@@ -310,28 +311,28 @@ class PipelineRanks:
         # Unique tags: a receive never matches a tensor of another message.
         tags = [] if fits else [_TENSORS + next(_numbers) % _TAGS for row in rows if row.nbytes]
         with self._reaching(to):
-            line.send((way, tags, packed(kinds), tree, payload), rows if fits else ())
-            self._post(tensors, rows, to, way, None if fits else tags)
+            line.send((direction, tags, packed(kinds), tree, payload), rows if fits else ())
+            self._post(tensors, rows, to, direction, None if fits else tags)
         self.delivered(to, self.size)  # no deadlock: a neighbour takes older ones without waiting for this rank
 
     def _post(
-        self, tensors: Sequence[Tensor], rows: Sequence[Tensor], to: int, way: Way, tags: list[int] | None
+        self, tensors: Sequence[Tensor], rows: Sequence[Tensor], to: int, direction: Way, tags: list[int] | None
     ) -> None:
         """Sends tensors, as rows of bytes, unless they went with the note."""
         sends: list[_Sent] = []
         self.sent[to].append(sends)
-        group, left = self.groups[way], iter(tags or ())
+        group, left = self.groups[direction], iter(tags or ())
         for x, row in zip(tensors, rows, strict=True):
             record(
                 "send", self.communicator.axis.group, x.dtype, row.nbytes, "native", self.communicator.names,
-                scheduled=True, backward=way == "reductions",
+                scheduled=True, backward=direction == "reductions",
             )  # fmt: skip
             if row.nbytes and tags is not None:
                 row = row.clone() if row.is_inference() else row  # has no version: a change would go unnoticed
                 sends.append((_tried(group.send, [row], to, next(left)), row, versions([row])))
 
     def delivered(self, to: int, left: int = 0) -> None:
-        """Waits until at most `left` messages to a rank are under way.
+        """Waits until at most `left` messages to a rank are in flight.
 
         Raises:
             RuntimeError: a tensor was changed before it had arrived, or the rank is gone.
@@ -384,29 +385,29 @@ class PipelineRanks:
         return self.ends[source]
 
     def _message(
-        self, source: int, data: bytearray, way: Way, tags: list[int], packed: bytes, tree: bytes, payload: Any
+        self, source: int, data: bytearray, direction: Way, tags: list[int], packed: bytes, tree: bytes, payload: Any
     ) -> Message:
         with paused():  # the checks cannot know what other ranks have sent
-            tensors = self._arrived(source, data, way, tags, unpacked(packed))
+            tensors = self._arrived(source, data, direction, tags, unpacked(packed))
         if (recorder := current()) is not None:
             for x in tensors:
                 recorder.filled(x)
         return Message(payload, tree, unpacked(packed), tensors)
 
     def _arrived(
-        self, source: int, data: bytearray, way: Way, tags: list[int], kinds: tuple[Kind, ...]
+        self, source: int, data: bytearray, direction: Way, tags: list[int], kinds: tuple[Kind, ...]
     ) -> list[Tensor]:
-        line, group = self.lines[source], self.groups[way]
+        line, group = self.lines[source], self.groups[direction]
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype, _ in kinds]
         places = _places([range(n) for n in sizes])
         line.here = places[-1]
         line.expect()
         if any(sizes) and not tags:  # the tensors came with the note
-            each = zip(places, kinds, strict=False)
-            return [_within(data, ROOM + at, shape, dtype) for at, (shape, dtype, _) in each]
-        return self._taken(source, group, tags, kinds)
+            located = zip(places, kinds, strict=False)
+            return [_tensor_at(data, ROOM + offset, shape, dtype) for offset, (shape, dtype, _) in located]
+        return self._receive_tensors(source, group, tags, kinds)
 
-    def _taken(self, source: int, group: Any, tags: Iterable[int], kinds: tuple[Kind, ...]) -> list[Tensor]:
+    def _receive_tensors(self, source: int, group: Any, tags: Iterable[int], kinds: tuple[Kind, ...]) -> list[Tensor]:
         """Receives tensors by themselves."""
         tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype, _ in kinds]
         rows = [self._row(x) for x in tensors if x.nbytes]
@@ -418,10 +419,10 @@ class PipelineRanks:
         """A tensor's bytes in row-major order: a view where it is contiguous, otherwise a copy."""
         plain = isinstance(x, Tensor) and dispatch.ordinary(x)
         if not plain or x.layout != torch.strided or x.device != self.device:
-            given = f"a {x.layout} tensor on {x.device}" if plain else type(x).__name__
+            description = f"a {x.layout} tensor on {x.device}" if plain else type(x).__name__
             raise TypeError(
                 f"pipeline: a part returns a pytree of tensors to the next rank, dense ones on {self.device}; "
-                f"among them is {given}"
+                f"among them is {description}"
             )
         return x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
@@ -433,13 +434,13 @@ class PlannedTeam(PipelineRanks):
         supposed: the messages to come from each rank, without their tensors, and their way.
     """
 
-    def __init__(self, axis: AxisName, along: Communicator, device: torch.device) -> None:
-        super().__init__(axis, along, device)
+    def __init__(self, axis: AxisName, communicator: Communicator, device: torch.device) -> None:
+        super().__init__(axis, communicator, device)
         self.supposed: dict[int, deque[tuple[Way, Message]]] = {i: deque() for i in self.lines}
 
-    def suppose(self, source: int, way: Way, message: Message) -> None:
+    def suppose(self, source: int, direction: Way, message: Message) -> None:
         """Notes that a rank sends this."""
-        self.supposed[source].append((way, message))
+        self.supposed[source].append((direction, message))
 
     def run(self, body: Callable[[], Any]) -> list[Any]:
         """Runs `body`, and returns its result for all ranks."""
@@ -448,34 +449,34 @@ class PlannedTeam(PipelineRanks):
             self.delivered(to)
         return [result] * self.size
 
-    def send(self, tensors: Sequence[Tensor], to: int, way: Way, payload: Any, tree: bytes = b"") -> None:
+    def send(self, tensors: Sequence[Tensor], to: int, direction: Way, payload: Any, tree: bytes = b"") -> None:
         """Sends tensors, and supposes that the gradient of what needs one comes back."""
-        self._post(tensors, [self._row(x) for x in tensors], to, way, [_TENSORS] * len(tensors))
+        self._post(tensors, [self._row(x) for x in tensors], to, direction, [_TENSORS] * len(tensors))
         self.delivered(to, self.size)
-        if way == "gathers":
+        if direction == "gathers":
             kinds = tuple([(tuple(x.shape), x.dtype, False) for x in tensors if x.requires_grad])
             self.suppose(to, "reductions", Message([x.requires_grad for x in tensors], kinds=kinds))
 
     def delivered(self, to: int, left: int = 0) -> None:
-        """Waits until at most `left` messages to a rank are under way."""
+        """Waits until at most `left` messages to a rank are in flight."""
         while len(self.sent[to]) > left:
             for work, *_ in self.sent[to].popleft():
                 work.wait()
 
     def receive(self, source: int) -> Message:
         """Returns the message that is supposed to come."""
-        way, message = self.supposed[source].popleft()
+        direction, message = self.supposed[source].popleft()
         tags = [_TENSORS for shape, *_ in message.kinds if 0 not in shape]
-        tensors = self._taken(source, self.groups[way], tags, message.kinds)
+        tensors = self._receive_tensors(source, self.groups[direction], tags, message.kinds)
         return dataclasses.replace(message, tensors=tensors)
 
 
-def _within(data: bytearray, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor in memory that it shares with others, with a version counter of its own."""
+def _tensor_at(data: bytearray, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor in shared memory, with a separate version counter."""
     count = math.prod(shape)
     if not count:
         return torch.empty(shape, dtype=dtype, device="cpu")
-    return torch.frombuffer(data, dtype=dtype, count=count, offset=at).view(shape)
+    return torch.frombuffer(data, dtype=dtype, count=count, offset=offset).view(shape)
 
 
 def team_of(axis: AxisName) -> PipelineRanks:

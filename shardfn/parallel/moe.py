@@ -1,4 +1,4 @@
-"""Expert parallelism: mixtures of experts whose experts are cut over an axis, to which tokens travel and come back.
+"""Expert parallelism: mixtures of experts sharded over an axis, to which tokens are sent and returned.
 
 A router chooses `k` experts for each token. With a *capacity* each expert takes at most that many tokens of every group
 and the rest are dropped, so all sizes are known in advance; without one nothing is dropped, and sizes vary.
@@ -123,37 +123,38 @@ def mixture(
             f"mixture: x {tuple(x.shape)}, but the routing is of {tuple(routing.experts.shape[:2])} tokens"
         )
     count = routing.logits.shape[-1]
-    own = {leaf.shape[0] for leaf in optree.tree_leaves(params)}
-    if own != {count // axis_size(axis)} or count % axis_size(axis):
+    local_sizes = {leaf.shape[0] for leaf in optree.tree_leaves(params)}
+    if local_sizes != {count // axis_size(axis)} or count % axis_size(axis):
         raise ValueError(
             f"mixture: {count} experts over {axis!r}, of {axis_size(axis)} ranks, but this rank's parameters have "
-            f"leading dimensions {sorted(own)}: cut the experts with a spec, P({axis!r}), and make their number divide"
+            f"leading dimensions {sorted(local_sizes)}: cut the experts with a spec, P({axis!r}), and make their "
+            f"number divide"
         )
     some = "..." if capacity is None else groups  # which may be shorter on some ranks
-    each = f"x: {x.dtype} [{some}, ..., {width}]", f"experts={count}", f"capacity={capacity}"
-    ops.alike("mixture", axis, x, lambda: [*each, f"overflow={overflow!r}"], "Every rank passes the same")
+    facts = f"x: {x.dtype} [{some}, ..., {width}]", f"experts={count}", f"capacity={capacity}"
+    ops.alike("mixture", axis, x, lambda: [*facts, f"overflow={overflow!r}"], "Every rank passes the same")
     routing = _with_indices("mixture", routing)
     check_range("mixture", "routing.experts", routing.experts, count)
     if capacity is None:
         return _dropless(expert, params, x, routing, axis)
     if overflow not in ("drop", "error"):
-        raise ValueError(f'mixture: overflow={overflow!r}; it is "drop" or "error"')
+        raise ValueError(f'mixture: overflow must be "drop" or "error", got {overflow!r}')
     if capacity < 1:
-        raise ValueError(f"mixture: capacity={capacity}; it is 1 or more tokens of a group for each expert")
-    slots, kept = _slots(routing, capacity)
+        raise ValueError(f"mixture: capacity must be 1 or more tokens of a group for each expert, got {capacity}")
+    slots, is_kept = _slots(routing, capacity)
     if overflow == "error":
-        _refuse(kept, capacity, count, tuple(dict.fromkeys((*as_names(axis), *as_names(axes)))))
+        _refuse(is_kept, capacity, count, tuple(dict.fromkeys((*as_names(axis), *as_names(axes)))))
     full, k = count * capacity, routing.experts.shape[-1]
     slots, number = slots.flatten(1), torch.arange(length * k, device=x.device)
     choices = torch.full((groups, full + 1), length * k, device=x.device)  # an empty slot takes the row of zeros
     choices = choices.index_put((_numbered(slots), slots), number.expand(groups, -1))[:, :full]
-    sent = _taken(k, True)(x, choices // k, slots)[0]
+    sent = _take_rows(k, True)(x, choices // k, slots)[0]
     sent = sent.view(groups, count, capacity, width).transpose(0, 1).reshape(count, groups * capacity, width)
     received = all_to_all(sent, axis, split_dim=0, concat_dim=1)
     results = torch.func.vmap(expert)(params, received)
     returned = all_to_all(results, axis, split_dim=1, concat_dim=0)
     returned = returned.view(count, groups, capacity, width).transpose(0, 1).reshape(groups, full, width)
-    chosen = _taken(1, True)(returned, slots, choices)[0]
+    chosen = _take_rows(1, True)(returned, slots, choices)[0]
     return (chosen.view(groups, length, k, width) * routing.weights[..., None]).sum(2)
 
 
@@ -163,7 +164,7 @@ def dropped(routing: Routing, capacity: int) -> Tensor:
 
 
 def balance_loss(routing: Routing, axes: AxisName = ()) -> Tensor:
-    """How unevenly experts are used, from 1 (evenly) to `e`: 0-d, the same on all ranks along `axes`, `V -> I`.
+    """The imbalance of experts, from 1 (even) to `e`: 0-d, the same on all ranks along `axes`, `V -> I`.
 
     `e` times the sum over experts of share of choices times mean probability; the shares have no derivative. Shares and
     means are over the tokens of all ranks, which may have different numbers of them. Without any token it is 0.
@@ -177,8 +178,8 @@ def balance_loss(routing: Routing, axes: AxisName = ()) -> Tensor:
     count, k = routing.logits.shape[-1], routing.experts.shape[-1]
     choices = _hot(_with_indices("balance_loss", routing).experts, count).sum((0, 1, 2)).to(routing.logits.dtype)
     probabilities = routing.logits.softmax(-1).sum((0, 1))
-    shares, means = _means((choices, probabilities), routing, axes).view(2, count)
-    return count / k * (shares * means).sum()
+    shares, mean_probabilities = _mean_over_tokens((choices, probabilities), routing, axes).view(2, count)
+    return count / k * (shares * mean_probabilities).sum()
 
 
 def router_loss(routing: Routing, axes: AxisName = ()) -> Tensor:
@@ -192,14 +193,14 @@ def router_loss(routing: Routing, axes: AxisName = ()) -> Tensor:
 
     Source: Zoph et al., ST-MoE (2022), equation 5.
     """
-    return _means((routing.logits.logsumexp(-1).square().sum()[None],), routing, axes)[0]
+    return _mean_over_tokens((routing.logits.logsumexp(-1).square().sum()[None],), routing, axes)[0]
 
 
-def _means(totals: tuple[Tensor, ...], routing: Routing, axes: AxisName) -> Tensor:
+def _mean_over_tokens(totals: tuple[Tensor, ...], routing: Routing, axes: AxisName) -> Tensor:
     """The means over the tokens of all ranks, of which `totals` are this rank's sums, one after another: `[n]`."""
     tokens = totals[0].new_full((1,), math.prod(routing.logits.shape[:-1]))
-    whole = psum(torch.cat((*totals, tokens)), axes)
-    return whole[:-1] / whole[-1].clamp(min=1)
+    sums = psum(torch.cat((*totals, tokens)), axes)
+    return sums[:-1] / sums[-1].clamp(min=1)
 
 
 def _with_indices(caller: str, routing: Routing) -> Routing:
@@ -213,26 +214,26 @@ def _hot(experts: Tensor, count: int) -> Tensor:
 
 
 def _slots(routing: Routing, capacity: int) -> tuple[Tensor, Tensor]:
-    """Where each choice goes, and whether it is kept, `[g, t, k]`: `expert * capacity + place`, or past the end."""
+    """The slot of each choice, `[g, t, k]`: `expert * capacity + place`, or past the end; and whether it is kept."""
     length, k = routing.experts.shape[1:]
     count = routing.logits.shape[-1]
     hot = _hot(routing.experts.transpose(1, 2).flatten(1), count)  # first choices first
     place = (hot.cumsum(1) - 1).where(hot, capacity).amin(-1)  # of no expert, none
     place = place.unflatten(1, (k, length)).transpose(1, 2)
-    kept = place < capacity
-    return (routing.experts * capacity + place).where(kept, count * capacity), kept
+    is_kept = place < capacity
+    return (routing.experts * capacity + place).where(is_kept, count * capacity), is_kept
 
 
-def _refuse(kept: Tensor, capacity: int, count: int, axis: AxisName) -> None:
+def _refuse(is_kept: Tensor, capacity: int, count: int, axis: AxisName) -> None:
     if functorch.inside_batching_or_forward():
         raise ValueError('mixture: overflow="error" reads values, which it cannot do under vmap and jvp: use "drop"')
-    excess = int(psum((~kept).sum(), axis))
+    excess = int(psum((~is_kept).sum(), axis))
     if planned():
         notes().assume("no token beyond the capacity")
     elif excess:
         raise ValueError(
             f"mixture: {excess} choices of tokens are beyond the capacity of {capacity} a group for each of {count} "
-            f"experts: raise it (with {kept.shape[1]}, the tokens of a group, none is lost), or pass "
+            f"experts: raise it (with {is_kept.shape[1]}, the tokens of a group, none is lost), or pass "
             f'overflow="drop" or capacity=None'
         )
 
@@ -253,27 +254,28 @@ def _dropless(expert: Expert, params: Any, x: Tensor, routing: Routing, axis: Ax
         going = [loads[i : i + count // size] for i in range(0, count, count // size)]
         lengths = [going[axis_index(axis)]] * size
     send, receive = ([sum(row) for row in rows] for rows in (going, lengths))
-    rows = _taken(k, False)(x.flatten(0, 1)[None], order[None] // k, back[None])[0][0]
+    rows = _take_rows(k, False)(x.flatten(0, 1)[None], order[None] // k, back[None])[0][0]
     received = ragged_all_to_all(rows, axis, send, receive)
     pieces = received.split([n for row in lengths for n in row])
-    own = count // size
+    num_local = count // size
     results = []
-    for number in range(own):
+    for number in range(num_local):
         p = optree.tree_map(lambda leaf: leaf[number], params)  # noqa: B023  # called at once
-        results.append(expert(p, torch.cat(pieces[number::own])))
+        results.append(expert(p, torch.cat(pieces[number::num_local])))
     split = [y.split([row[number] for row in lengths]) for number, y in enumerate(results)]
-    returned = torch.cat([split[number][rank] for rank in range(size) for number in range(own)])
+    returned = torch.cat([split[number][rank] for rank in range(size) for number in range(num_local)])
     chosen = ragged_all_to_all(returned, axis, receive, send)
-    chosen = _taken(1, False)(chosen[None], back[None], order[None])[0]
+    chosen = _take_rows(1, False)(chosen[None], back[None], order[None])[0]
     return (chosen.view(*routing.weights.shape, chosen.shape[-1]) * routing.weights[..., None]).sum(2)
 
 
 @functools.cache
-def _taken(k: int, holes: bool) -> custom_vjp:
-    """Takes rows of each group, `[g, n, d], [g, m], [g, n * k] -> [g, m, d]`; with `holes`, row `n` is zeros.
+def _take_rows(k: int, holes: bool) -> custom_vjp:
+    """Takes rows of each group: `[g, n, d], [g, m], [g, n * k] -> [g, m, d]`.
 
-    Each row is taken at most `k` times, and the last argument says where each time went, `m` if nowhere. So the
-    gradient is a sum of `k` rows, taken likewise: to scatter it would add in the order in which threads happen to come.
+    With `holes`, row `n` is zeros. Each row is taken at most `k` times, and the last argument says where each time
+    went, `m` if nowhere. So the gradient is a sum of `k` rows, taken likewise: to scatter it would add in the order in
+    which threads happen to come.
     """
 
     def taken(x: Tensor, index: Tensor) -> Tensor:

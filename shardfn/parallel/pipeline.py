@@ -91,24 +91,26 @@ def pipeline(
     refuse_independent(axis, "pipeline")
     if pushes():
         raise OutsideGradient  # the passes in lockstep keep their order where torch.func differentiates them
-    team = team_of(axis)
+    ranks = team_of(axis)
     try:
-        job, tensors = _job(part, _alone((params, _batches(batches, schedule)), axis), team, schedule)
+        job, tensors = _job(part, _alone((params, _batches(batches, schedule)), axis), ranks, schedule)
     except BaseException as error:
-        return team.run(functools.partial(_raise, error))[0]  # the other ranks must learn of it
+        return ranks.run(functools.partial(_raise, error))[0]  # the other ranks must learn of it
     return custom_vjp(job.pure, job.fwd, job.bwd)(*tensors)[0]
 
 
 def _batches(batches: Iterable[Any], schedule: Schedule) -> list[Any]:
     if schedule not in get_args(Schedule):
-        raise ValueError(f"pipeline: schedule={schedule!r}; it is one of {', '.join(map(repr, get_args(Schedule)))}")
+        raise ValueError(
+            f"pipeline: schedule must be one of {', '.join(map(repr, get_args(Schedule)))}, got {schedule!r}"
+        )
     micro_batches = list(batches)
     if not micro_batches:
         raise ValueError("pipeline: there are no micro-batches")
     return micro_batches
 
 
-def _job(part: Part, arguments: Any, team: PipelineRanks, schedule: Schedule) -> tuple[_Job, list[Tensor]]:
+def _job(part: Part, arguments: Any, ranks: PipelineRanks, schedule: Schedule) -> tuple[_Job, list[Tensor]]:
     leaves, tree = optree.tree_flatten(arguments)
     layouts = layouts_of(arguments)
     moving = [i for i, leaf in enumerate(leaves) if moves(leaf, layouts[i])]
@@ -116,7 +118,7 @@ def _job(part: Part, arguments: Any, team: PipelineRanks, schedule: Schedule) ->
     needs = [inside or (records and leaves[i].requires_grad) for i in moving]
     flat = [(i, layouts[i]) for i in moving]
     collected = {i: layout for i, layout in flat if layout is not None and layout.state_layout is layout}
-    job = _Job(part, leaves, tree, moving, needs, inside, inside or records, collected, team, schedule)
+    job = _Job(part, leaves, tree, moving, needs, inside, inside or records, collected, ranks, schedule)
     return job, [leaves[i] for i in moving]
 
 
@@ -187,8 +189,8 @@ class _Job:
         """The loss, from all ranks in lockstep: what each returns goes to the next by `ppermute`."""
         work = _Lockstep(self, tensors)
         dtypes = self.team.run(work.run)
-        own = work.loss.to(dtypes[-1])
-        return (psum(_tied_to(own, work.chain, work.zero), self.team.axis),)
+        local_loss = work.loss.to(dtypes[-1])
+        return (psum(_tied_to(local_loss, work.chain, work.zero), self.team.axis),)
 
     def fwd(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """The loss, and its gradients if any leaf needs one."""
@@ -225,7 +227,7 @@ class _Job:
 
 
 class _Supposed:
-    """What ranks return that do not run, when a pipeline is planned: their parts run here, for shapes."""
+    """Results of ranks that do not run, when a pipeline is planned: their parts run here, for shapes."""
 
     def __init__(self, job: _Job, params: Any, batches: list[Any]) -> None:
         self.job, self.params, self.batches = job, params, batches
@@ -239,8 +241,8 @@ class _Supposed:
             job, device = self.job, self.job.team.device
             kinds, structure = self.returned(rank - 1, number) if rank else ((), None)
             with notes().paused(), as_if_at(job.team.axis, rank), torch.set_grad_enabled(job.records):
-                made = [torch.empty(shape, dtype=dtype, device=device, requires_grad=g) for shape, dtype, g in kinds]
-                x = optree.tree_unflatten(structure, made) if rank else None
+                inputs = [torch.empty(shape, dtype=dtype, device=device, requires_grad=g) for shape, dtype, g in kinds]
+                x = optree.tree_unflatten(structure, inputs) if rank else None
                 ys, structure = job.on(self.params, x, self.batches[number])
             self.known[key] = tuple([(tuple(y.shape), y.dtype, y.requires_grad) for y in ys]), structure
         return self.known[key]
@@ -274,16 +276,16 @@ class _RankPasses:
         self.trains = any(job.needs)
 
     def run(self) -> torch.dtype:
-        team = self.team
+        ranks = self.team
         try:
-            for kind, number in passes(self.job.schedule, team.index, team.size, len(self.batches)):
+            for kind, number in passes(self.job.schedule, ranks.index, ranks.size, len(self.batches)):
                 if kind == "forward":
                     self._forward(number)
                 elif self.trains:
                     self._backward(number)
         finally:
             self.waiting.clear()  # frees activations: after a failure, messages are still received
-        return self.loss.dtype if self.supposed is None else self.supposed.returned(team.size - 1, 0)[0][0][1]
+        return self.loss.dtype if self.supposed is None else self.supposed.returned(ranks.size - 1, 0)[0][0][1]
 
     def _forward(self, number: int) -> None:
         inputs, x = ([], None) if self.first else self._received(number)
@@ -321,7 +323,7 @@ class _RankPasses:
             message = self.team.receive(self.team.index + 1)
             self.team.delivered(self.team.index + 1, len(self.waiting))
             rest = iter(message.tensors)
-            cotangents = [next(rest) if given else None for given in message.said]
+            cotangents = [next(rest) if has_gradient else None for has_gradient in message.said]
         refuse_changed(outs, out_versions)
         both = zip(outs, cotangents, strict=True)
         pairs = [(y, ct) for y, ct in both if y.requires_grad and (self.last or ct is not None)]
@@ -334,8 +336,8 @@ class _RankPasses:
         rest_grads = iter(grads)
         input_grads = [next(rest_grads) if x.requires_grad else None for x in inputs]
         if self.asked:
-            given = [g is not None for g in input_grads]
-            self.team.send([g for g in input_grads if g is not None], self.team.index - 1, "reductions", given)
+            has_gradient = [g is not None for g in input_grads]
+            self.team.send([g for g in input_grads if g is not None], self.team.index - 1, "reductions", has_gradient)
         for i, variable in enumerate(self.variables):
             g = next(rest_grads) if variable.requires_grad else None
             self.sums[i] = self.step.added(self.sums[i], g)
@@ -361,9 +363,10 @@ class _Lockstep:
         self.job, self.team = job, job.team
         self.params, self.batches = job.rebuilt(tensors)
         self.loss = torch.zeros((), device=self.team.device)
-        given = [torch.zeros(0, device=self.team.device), *filter(torch.is_tensor, (*tensors, *job.leaves))]
+        inputs = [torch.zeros(0, device=self.team.device), *filter(torch.is_tensor, (*tensors, *job.leaves))]
         # So that it is batched or has a tangent if one of them is or has.
-        self.zero = torch.stack([(x.real if x.is_complex() else x).reshape(-1)[:0].double().sum() for x in given]).sum()
+        real = (x.real if x.is_complex() else x for x in inputs)
+        self.zero = torch.stack([x.reshape(-1)[:0].double().sum() for x in real]).sum()
         self.chain: list[Tensor] = []
         self.supposed = _Supposed(job, self.params, self.batches) if planned() else None
 
@@ -381,15 +384,15 @@ class _Lockstep:
                 x = optree.tree_unflatten(unpacked(notes[index - 1][1]), inputs)
         return self.loss.dtype
 
-    def _notes(self, tick: int, own: Any) -> list[Any]:
-        """What each rank says of its output."""
+    def _notes(self, tick: int, local_note: Any) -> list[Any]:
+        """The notes of all ranks on their outputs."""
         if self.supposed is None:
-            return self.team.exchange(own)
-        notes = [own] * self.team.size
+            return self.team.exchange(local_note)
+        notes = [local_note] * self.team.size
         for rank in range(self.team.size):
             sends = 0 <= tick - rank < len(self.batches) and rank < self.team.size - 1
             kinds, tree = self.supposed.returned(rank, tick - rank) if sends else ((), None)
-            notes[rank] = packed(kinds), packed(tree), *own[2:]
+            notes[rank] = packed(kinds), packed(tree), *local_note[2:]
         return notes
 
     def _computed(self, number: int, x: Any) -> tuple[list[Tensor], Any]:
@@ -406,8 +409,8 @@ class _Lockstep:
         """Sends this rank's output and returns its next input: one vector a dtype, as long as any rank's longest."""
         flats: dict[torch.dtype, Tensor] = {}
         forth = [(rank, rank + 1) for rank in range(self.team.size - 1)]
-        for dtype in sorted({dtype for each in kinds for _, dtype, _ in each}, key=str):
-            lengths = [sum(math.prod(shape) for shape, other, _ in each if other == dtype) for each in kinds]
+        for dtype in sorted({dtype for of_rank in kinds for _, dtype, _ in of_rank}, key=str):
+            lengths = [sum(math.prod(shape) for shape, other, _ in of_rank if other == dtype) for of_rank in kinds]
             rest = torch.zeros(max(1, *lengths) - lengths[self.team.index], dtype=dtype, device=self.team.device)
             flat = torch.cat([*(y.reshape(-1) for y in outputs if y.dtype == dtype), rest])
             flats[dtype] = ppermute(_tied_to(flat, self.chain, self.zero), self.team.axis, forth)
@@ -415,8 +418,8 @@ class _Lockstep:
                 self.chain = [flats[dtype]]
         inputs = []
         for shape, dtype, _ in kinds[self.team.index - 1] if self.team.index else ():
-            own, flats[dtype] = flats[dtype].tensor_split([math.prod(shape)])
-            inputs.append(own.view(shape))
+            values, flats[dtype] = flats[dtype].tensor_split([math.prod(shape)])
+            inputs.append(values.view(shape))
         return inputs
 
 
@@ -448,9 +451,9 @@ def _layout_alone(layout: Layout, places: tuple[tuple[str, int], ...]) -> Layout
     return layout if not has_axes or cut or names <= set(layout.placement.only_at_axes) else layout.alone(places)
 
 
-def _tied_to(x: Tensor, others: Sequence[Tensor], zero: Tensor) -> Tensor:
-    """`x`, made to depend on `others` without a change of value; on every rank their cotangents depend on `zero`."""
-    for other in others:
+def _tied_to(x: Tensor, dependencies: Sequence[Tensor], zero: Tensor) -> Tensor:
+    """`x`, depending on `dependencies` without a change of value; on every rank their cotangents depend on `zero`."""
+    for other in dependencies:
         none = (other.reshape(-1)[:0] * zero.to(other.dtype)).sum()
         x = x + (none.real if none.is_complex() and not x.is_complex() else none).to(x.dtype)
     return x + zero.to(x.dtype)
@@ -458,18 +461,18 @@ def _tied_to(x: Tensor, others: Sequence[Tensor], zero: Tensor) -> Tensor:
 
 def _loss(output: Any) -> Tensor:
     if not isinstance(output, Tensor) or output.ndim or not output.is_floating_point():
-        what = f"{output.dtype} {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
-        raise ValueError(f"pipeline: the last rank returns a micro-batch's loss, a real scalar, not {what}")
+        kind = f"{output.dtype} {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+        raise ValueError(f"pipeline: the last rank returns a micro-batch's loss, a real scalar, not {kind}")
     return output
 
 
-def _refuse_other(others: Sequence[Any], own: Sequence[Any], rank: int, axis: AxisName) -> None:
+def _refuse_other(remote: Sequence[Any], local: Sequence[Any], rank: int, axis: AxisName) -> None:
     """Raises ValueError unless another rank has the same number of micro-batches and the same schedule."""
-    for what, other, mine in zip(("{} micro-batches", "schedule={!r}"), others, own, strict=True):
-        if other != mine:
+    for template, other, value in zip(("{} micro-batches", "schedule={!r}"), remote, local, strict=True):
+        if other != value:
             raise ValueError(
-                f"pipeline: rank {rank} along {axis!r} has {what.format(other)}, and this one {what.format(mine)}: "
-                f"all ranks have the same"
+                f"pipeline: rank {rank} along {axis!r} has {template.format(other)}, and this one "
+                f"{template.format(value)}: all ranks have the same"
             )
 
 
@@ -492,5 +495,5 @@ class _RefuseWrapped(torch.overrides.TorchFunctionMode):
 
 def _without_autocast(device: torch.device) -> Any:
     """A context for backward that disables autocast: its ops must keep the dtypes that they had in forward."""
-    on = torch.is_autocast_enabled(device.type)
-    return torch.autocast(device.type, enabled=False) if on else contextlib.nullcontext()
+    is_enabled = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if is_enabled else contextlib.nullcontext()

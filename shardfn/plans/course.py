@@ -1,4 +1,4 @@
-"""The course of the memory during a step: what is held by kind, when it is the most, and what that is made of."""
+"""The memory timeline of a step: bytes by kind, the peak, and the allocations at the peak."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Course(NamedTuple):
 
 
 def kind_of(block: MemoryBlock, returned: bool) -> str:
-    """Says what a memory is for: see `plan`."""
+    """Returns the kind of a memory block: see `plan`."""
     phase, part, ended = block.place.phase, block.place.part, block.ended
     differentiates = ("backward", "recompute")
     if block.kind:
@@ -57,49 +57,52 @@ def course_of(
         )
         for tier in ("device", "host", "disk")
     )
-    held, peak_after = device.course(kinds, max(last, 0))
-    peak = max(held, key=lambda entry: entry.total)
+    usage, peak_after = device.peaks_by_work(kinds, max(last, 0))
+    peak = max(usage, key=lambda entry: entry.total)
     return Course(
-        held, peak, device.allocations(kinds, peak_after), device.rounded(), host.most(kinds), disk.most(kinds)
+        usage,
+        peak,
+        device.allocations(kinds, peak_after),
+        device.rounded(),
+        host.bytes_at_peak(kinds),
+        disk.bytes_at_peak(kinds),
     )
 
 
 class _TierTimeline:
-    """The memory of a tier: what there is at the start, and how that changes."""
+    """The memory of a tier: its blocks at the start, and their changes."""
 
     def __init__(self, start: dict[MemoryBlock, int], events: list[Event]) -> None:
         self.start, self.events = start, events
 
-    def course(self, kinds: dict[MemoryBlock, str], last: int) -> tuple[tuple[Held, ...], int]:
-        """Returns the most that is held during each work that changes it, and after how many events it is the most of
-        all.
-        """
-        now = Counter[str]()
+    def peaks_by_work(self, kinds: dict[MemoryBlock, str], last: int) -> tuple[tuple[Held, ...], int]:
+        """Returns the peak during each work that changes the memory, and the number of events up to the overall one."""
+        current = Counter[str]()
         for block, nbytes in self.start.items():
-            now[kinds[block]] += nbytes
-        total = most = sum(now.values())
+            current[kinds[block]] += nbytes
+        total = max_total = sum(current.values())
         after = 0
-        held: dict[int, Held] = {}
+        usage: dict[int, Held] = {}
         largest: dict[int, int] = {}
-        for number, (position, change, block) in enumerate(self.events):
-            at = min(max(position, 0), last)
-            if at not in held:
-                held[at], largest[at] = Held(at, dict(+now)), total
-            now[kinds[block]] += change
+        for index, (position, change, block) in enumerate(self.events):
+            work_index = min(max(position, 0), last)
+            if work_index not in usage:
+                usage[work_index], largest[work_index] = Held(work_index, dict(+current)), total
+            current[kinds[block]] += change
             total += change
-            if total > largest[at]:
-                held[at], largest[at] = Held(at, dict(+now)), total
-            if total > most:
-                most, after = total, number + 1
-        return tuple(held.values()) or (Held(0, dict(+now)),), after
+            if total > largest[work_index]:
+                usage[work_index], largest[work_index] = Held(work_index, dict(+current)), total
+            if total > max_total:
+                max_total, after = total, index + 1
+        return tuple(usage.values()) or (Held(0, dict(+current)),), after
 
-    def most(self, kinds: dict[MemoryBlock, str]) -> dict[str, int]:
-        """Returns the most that is held, by kind."""
-        held, _ = self.course(kinds, 0)
-        return {kind: n for kind, n in max(held, key=lambda entry: entry.total).kinds.items() if n}
+    def bytes_at_peak(self, kinds: dict[MemoryBlock, str]) -> dict[str, int]:
+        """Returns the bytes at the peak, by kind."""
+        usage, _ = self.peaks_by_work(kinds, 0)
+        return {kind: n for kind, n in max(usage, key=lambda entry: entry.total).kinds.items() if n}
 
     def allocations(self, kinds: dict[MemoryBlock, str], after: int) -> tuple[Allocation, ...]:
-        """Returns what is held after this many events, by the line that made it, largest first."""
+        """Returns the memory after this many events, by the line that made it, largest first."""
         sizes = defaultdict(int, self.start)
         for _, change, block in self.events[:after]:
             sizes[block] += change
@@ -107,16 +110,16 @@ class _TierTimeline:
         for block, nbytes in sizes.items():
             if nbytes:
                 groups.setdefault((kinds[block], block.place.where, block.stage), []).append(nbytes)
-        made = (Allocation(*key, count=len(each), bytes=sum(each)) for key, each in groups.items())
-        return tuple(sorted(made, key=lambda entry: -entry.bytes))
+        allocations = (Allocation(*key, count=len(group), bytes=sum(group)) for key, group in groups.items())
+        return tuple(sorted(allocations, key=lambda entry: -entry.bytes))
 
     def rounded(self) -> int:
-        """Returns the most that is held if each memory has whole units."""
+        """Returns the bytes at the peak if each block is rounded up to whole units."""
         sizes = defaultdict(int, self.start)
-        total = most = sum(-(-nbytes // UNIT) * UNIT for nbytes in sizes.values())
+        total = max_total = sum(-(-nbytes // UNIT) * UNIT for nbytes in sizes.values())
         for _, change, block in self.events:
             total -= -(-sizes[block] // UNIT) * UNIT
             sizes[block] += change
             total += -(-sizes[block] // UNIT) * UNIT
-            most = max(most, total)
-        return most
+            max_total = max(max_total, total)
+        return max_total

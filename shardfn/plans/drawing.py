@@ -1,4 +1,4 @@
-"""What pictures draw: when each work of a plan runs, and in which lane; and colors, the same as in the terminal."""
+"""Layout of plots: the time and lane of each work of a plan, and colors, the same as in the terminal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MORE = ("#c2679b", "#66727f", "#8c6d46", "#5a7d3a")  # for arguments with names 
 
 @runtime_checkable
 class Times(Protocol):
-    """When each work begins and ends, in seconds since the step began; in the order of a plan's works."""
+    """Start and end of each work, in seconds since the step began, in the order of a plan's works."""
 
     @property
     def begins(self) -> Sequence[float]: ...  # noqa: D102
@@ -62,12 +62,12 @@ class Drawing:
     seconds: bool
 
     @property
-    def whole(self) -> float:
-        """When the last work ends."""
+    def last_end(self) -> float:
+        """End of the last work."""
         return max(self.end, default=0.0)
 
 
-def drawing(works: Sequence[Work], held: Sequence[Held], times: Times | None) -> Drawing:
+def drawing(works: Sequence[Work], usage: Sequence[Held], times: Times | None) -> Drawing:
     """Places works in time; without times, each takes as long as any other, in the order in which they are issued.
 
     Memory is drawn where the host is: at the work of the first stream that is issued last by then, as the allocator
@@ -90,43 +90,44 @@ def drawing(works: Sequence[Work], held: Sequence[Held], times: Times | None) ->
         if not len(begin) == len(end) == len(works):
             raise ValueError(f"plan: times of {len(begin)} works, but it has {len(works)}: pass those of this plan")
         host = list(accumulate((t if i == 0 else 0.0 for t, i in zip(begin, lane, strict=True)), max))
-    moments = tuple(host[one.at] if i and works else 0.0 for i, one in enumerate(held))  # arguments from the start
-    peak = max(range(len(held)), key=lambda i: held[i].total, default=None)
+    moments = tuple(host[entry.at] if i and works else 0.0 for i, entry in enumerate(usage))  # arguments from the start
+    peak = max(range(len(usage)), key=lambda i: usage[i].total, default=None)
     return Drawing(names, lane, begin, end, moments, 0.0 if peak is None else moments[peak], times is not None)
 
 
 def _named(by_stream: Sequence[Sequence[Work]]) -> tuple[str, ...]:
-    """Names the first stream `"compute"`, and each other one by what most of its works are of those not computed."""
+    """Names the first stream `"compute"`, and others by the most frequent kind of their works."""
     names = ["compute"] if by_stream else []
     for works in by_stream[1:]:
         sent = [work for work in works if work.kind != "compute"]
         names.append(Counter(map(lane_of, sent)).most_common(1)[0][0] if sent else "side")
     axes = [{" x ".join(work.axis) for work in works if work.axis} for works in by_stream]
-    one = [f" {next(iter(some))}" if len(some) == 1 else "" for some in axes]
-    names = [f"{name}{axis}" if names.count(name) > 1 else name for name, axis in zip(names, one, strict=True)]
+    suffixes = [f" {next(iter(axis_names))}" if len(axis_names) == 1 else "" for axis_names in axes]
+    names = [f"{name}{axis}" if names.count(name) > 1 else name for name, axis in zip(names, suffixes, strict=True)]
     return tuple(
         f"{name} {names[:i].count(name) + 1}" if names.count(name) > 1 else name for i, name in enumerate(names)
     )
 
 
 def lane_of(work: Work) -> str:
-    """Says what a work is that is not computed."""
+    """Returns the lane name of a work that is not computed."""
     return {
         "all_gather": "gathers", "reduce_scatter": "reductions", "all_reduce": "reductions", "copy": "copies",
     }.get(work.kind, "sends")  # fmt: skip
 
 
 def colors(section: MeshSection) -> dict[int, str]:
-    """Returns rank -> color: a hue by position along the axes cutting most bytes (or all), paler for further copies."""
+    """Returns rank -> color: a hue by position along the main shard axes, paler for replicas."""
     grid = section.grid
     if grid is None:
         return dict.fromkeys(section.ranks, FEW[0])
-    whole = Counter[tuple[str, ...]]()
+    bytes_by_axes = Counter[tuple[str, ...]]()
     for flat in section.flats:
         axes = tuple(name for name in flat.layout.placement.axes if grid.size(name) > 1)
         if axes:
-            whole[axes] += flat.whole
-    names = max(whole, key=lambda axes: whole[axes]) if whole else tuple(name for name, _ in grid.sizes)
+            bytes_by_axes[axes] += flat.full_bytes
+    all_axes = tuple(name for name, _ in grid.sizes)
+    names = max(bytes_by_axes, key=lambda axes: bytes_by_axes[axes]) if bytes_by_axes else all_axes
     other_axes = tuple(name for name, _ in grid.sizes if name not in names)
     count, copies = grid.size(names), grid.size(other_axes)
     color_of = {}
@@ -166,25 +167,25 @@ def stage_colors(works: Sequence[Work]) -> dict[tuple[str, str], str]:
     return {(work.stage, work.phase): mixed(hues[work.stage], "#ffffff", PALER.get(work.phase, 0.0)) for work in works}
 
 
-def kind_colors(held: Sequence[Held]) -> dict[str, str]:
+def kind_colors(usage: Sequence[Held]) -> dict[str, str]:
     """Returns a color for each kind of memory, in the order in which they are stacked."""
-    found = dict.fromkeys(kind for one in held for kind in one.kinds)
-    own = [kind for kind in found if kind not in KINDS]
-    return {kind: color for kind, color in KINDS.items() if kind in found} | {
-        kind: MORE[i % len(MORE)] for i, kind in enumerate(own)
+    kinds = dict.fromkeys(kind for entry in usage for kind in entry.kinds)
+    other_kinds = [kind for kind in kinds if kind not in KINDS]
+    return {kind: color for kind, color in KINDS.items() if kind in kinds} | {
+        kind: MORE[i % len(MORE)] for i, kind in enumerate(other_kinds)
     }
 
 
 def duration(seconds: float) -> str:
     """Returns a time with four digits, in seconds or the smaller unit that makes it at least 1."""
-    unit, size = next((one for one in (("s", 1.0), ("ms", 1e-3)) if seconds >= one[1]), ("µs", 1e-6))
+    unit, size = next((pair for pair in (("s", 1.0), ("ms", 1e-3)) if seconds >= pair[1]), ("µs", 1e-6))
     return f"{seconds / size:.4g} {unit}"
 
 
 def peak_told(works: Sequence[Work], peak: Held) -> str:
-    """Says during which work the peak is."""
+    """Describes the work during which the peak is."""
     if not works:
         return "before the first work"
     work = works[peak.at]
-    what = f"{work.phase}{f' of {work.stage}' if work.stage else ''}"
-    return f"{what}{f', {work.where}' if work.where else ''}"
+    text = f"{work.phase}{f' of {work.stage}' if work.stage else ''}"
+    return f"{text}{f', {work.where}' if work.where else ''}"

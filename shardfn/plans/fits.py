@@ -24,7 +24,7 @@ _UNITS = {"b": 1} | {
 
 @dataclass(frozen=True)
 class Change:
-    """Something to do otherwise.
+    """A change to the step or its strategy.
 
     Attributes:
         what: it is.
@@ -71,16 +71,16 @@ class Fit:
                 f"it does not fit: {reserve} of the device are to be left free, and it has {memory}: pass a smaller "
                 f"reserve; the plan needs {needs}"
             )
-        room = f"it needs {needs} of {memory}, of which {reserve} are left free"
+        usage = f"it needs {needs} of {memory}, of which {reserve} are left free"
         if self:
-            return f"it fits: {room}; {byte_count(self.spare)} are spare"
+            return f"it fits: {usage}; {byte_count(self.spare)} are spare"
         kinds = ", ".join(f"{kind} {byte_count(count)}" for kind, count in self.largest[:3])
-        advice = next((f"; nearest: {each.what} (saves about {byte_count(each.saves)})" for each in self.changes), "")
+        advice = next((f"; nearest: {x.what} (saves about {byte_count(x.saves)})" for x in self.changes), "")
         if self.changes and not self.changes[0].enough:
             first = self.changes[0]
             advice = f"; no one change is enough; most saves: {first.what} ({byte_count(first.saves)})"
-        at = f" (at {self.where})" if self.where else ""
-        return f"it does not fit: {room}; {byte_count(-self.spare)} are missing. Largest are {kinds}{at}{advice}"
+        location = f" (at {self.where})" if self.where else ""
+        return f"it does not fit: {usage}; {byte_count(-self.spare)} are missing. Largest are {kinds}{location}{advice}"
 
     def __str__(self) -> str:
         return self.reason
@@ -105,36 +105,36 @@ def fits(plan: Plan, memory: str | int, reserve: str | int = RESERVE) -> Fit:
         >>> size_of("80GiB") == 80 * 2**30
         True
     """
-    total, kept = size_of(memory), size_of(reserve)
-    spare = total - kept - plan.peak.total
+    total, reserved = size_of(memory), size_of(reserve)
+    spare = total - reserved - plan.peak.total
     largest = tuple(sorted(((k, n) for k, n in plan.peak.kinds.items() if n), key=lambda pair: -pair[1]))
-    first = next((each for each in plan.allocations if largest and each.kind == largest[0][0]), None)
+    first = next((x for x in plan.allocations if largest and x.kind == largest[0][0]), None)
     changes = () if spare >= 0 else _changes(plan, -spare)
-    return Fit(total, kept, plan.peak.total, spare, largest, first.where if first else "", changes)
+    return Fit(total, reserved, plan.peak.total, spare, largest, first.where if first else "", changes)
 
 
 def _changes(plan: Plan, missing: int) -> tuple[Change, ...]:
-    """Returns what would help, the nearest first."""
+    """Returns changes that would save memory, the nearest first."""
     kinds = plan.peak.kinds
-    kept = sum(kinds.get(kind, 0) for kind in ("parameters", "optimizer", "gradients"))
+    persistent = sum(kinds.get(kind, 0) for kind in ("parameters", "optimizer", "gradients"))
     recomputes = any(work.phase == "recompute" for work in plan.works)
     savings = {
         'keep the optimizer\'s state on the host, strategy.on(state="host")': kinds.get("optimizer", 0),
         "compute activations again in backward, stage(remat=True)": 0 if recomputes else kinds.get("activations", 0),
-        'keep parameters, gradients and state on the host, .on(params="host", grads="host", state="host")': kept,
+        'keep parameters, gradients and state on the host, .on(params="host", grads="host", state="host")': persistent,
     }
     sent = Counter[str]()  # along each axis, in gathers
     for work in plan.works:
         if work.kind == "all_gather" and work.axis:
             sent[work.axis[-1]] += work.sent
     if sent:
-        savings[f"twice as many ranks along {max(sent, key=lambda name: sent[name])!r}"] = kept // 2
+        savings[f"twice as many ranks along {max(sent, key=lambda name: sent[name])!r}"] = persistent // 2
     working = kinds.get("activations", 0) + kinds.get("transients", 0)
     times = 2 ** max(1, math.ceil(math.log2(working / (working - missing)))) if working > missing else 2
     micro = f"micro-batches {times} times as small, accumulate(micro={times}), if there are as many rows"
     savings[micro] = working - working // times
-    changes = [Change(what, saves, saves >= missing) for what, saves in savings.items() if saves]
-    return tuple(sorted(changes, key=lambda each: (not each.enough, each.saves if each.enough else -each.saves)))
+    changes = [Change(description, saves, saves >= missing) for description, saves in savings.items() if saves]
+    return tuple(sorted(changes, key=lambda x: (not x.enough, x.saves if x.enough else -x.saves)))
 
 
 def memory_told(n: int) -> str:

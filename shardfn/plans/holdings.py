@@ -1,4 +1,4 @@
-"""What the ranks of a mesh hold of a tree, computed from layouts alone, without other ranks or reading data."""
+"""Contents of the ranks of a mesh, computed from layouts alone, without other ranks or reading data."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Flat:
         return 0 if self.shared else self.layout.piece * self.itemsize
 
     @property
-    def whole(self) -> int:
+    def full_bytes(self) -> int:
         """Bytes of the whole parameters, each counted once, without padding."""
         if self.shared:
             return 0
@@ -61,9 +61,9 @@ class Flat:
         layout = self.layout
         return 0 if self.shared else sum(math.prod(layout.meant_shape(i)) for i in range(len(layout.entries)))
 
-    def name(self, number: int) -> str:
+    def name(self, index: int) -> str:
         """Returns a parameter's path within its stage."""
-        path, stage = self.layout.entries[number].path, self.layout.stage
+        path, stage = self.layout.entries[index].path, self.layout.stage
         return path.removeprefix(f"{stage}.") if stage and path != stage else "" if path == stage else path
 
     @property
@@ -113,9 +113,9 @@ class Stage:
         return [flat.kind for flat in self.flats], self.plain
 
     @property
-    def whole(self) -> int:
+    def full_bytes(self) -> int:
         """Bytes of the whole stage, each parameter counted once."""
-        return sum(flat.whole for flat in self.flats) + sum(tensor.whole for tensor in self.plain)
+        return sum(flat.full_bytes for flat in self.flats) + sum(tensor.whole for tensor in self.plain)
 
 
 class BytesByKind(NamedTuple):
@@ -144,7 +144,7 @@ class MeshSection:
         return [list(stages) for _, stages in itertools.groupby(self.stages, lambda stage: stage.kind)]
 
     @cached_property
-    def held(self) -> dict[int, BytesByKind]:
+    def bytes_by_rank(self) -> dict[int, BytesByKind]:
         """Rank -> bytes that it holds."""
         pieces: Counter[tuple[Layout, bool]] = Counter()  # by one layout for each set of places
         layout_at: dict[Any, Layout] = {}
@@ -152,13 +152,13 @@ class MeshSection:
             layout = layout_at.setdefault(flat.layout.placement.only_at, flat.layout)
             pieces[layout, flat.layout.trainable] += flat.piece
         plain = sum(tensor.nbytes for stage in self.stages for tensor in stage.plain)
-        held = {}
+        bytes_by_rank = {}
         for rank in self.ranks:
             totals = {True: 0, False: 0}
             for (layout, trained), nbytes in pieces.items():
                 totals[trained] += nbytes * layout.here(rank)
-            held[rank] = BytesByKind(totals[True], totals[False], plain)
-        return held
+            bytes_by_rank[rank] = BytesByKind(totals[True], totals[False], plain)
+        return bytes_by_rank
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -175,9 +175,9 @@ def owners(layout: Layout) -> dict[str, dict[Range, list[int]]]:
     return ranks_of
 
 
-def pieces_of(layout: Layout, number: int) -> range:
+def pieces_of(layout: Layout, index: int) -> range:
     """Returns the indices of the buffer's pieces that hold elements of a parameter."""
-    entry = layout.entries[number]
+    entry = layout.entries[index]
     return range(entry.offset // layout.piece, (entry.offset + max(entry.numel, 1) - 1) // layout.piece + 1)
 
 
@@ -200,25 +200,26 @@ def sections(tree: Any, mesh: DeviceMesh | None) -> tuple[MeshSection, ...]:
     if not stages:
         leaves = optree.tree_leaves(tree)
         if makers := sum(map(callable, leaves)):
-            instead = f"but {makers} makers, whose tensors are not there yet: pass what init or init_sharded returned"
+            problem = f"but {makers} makers, whose tensors are not there yet: pass what init or init_sharded returned"
         else:
             kinds = listed(sorted({type(leaf).__name__ for leaf in leaves}))
-            instead = f"neither flat shards nor tensors: the tree has {kinds or 'no leaves'}"
-        raise ValueError(f"show: there is nothing to show, {instead}")
+            problem = f"neither flat shards nor tensors: the tree has {kinds or 'no leaves'}"
+        raise ValueError(f"show: there is nothing to show, {problem}")
     grids = list({flat.layout.grid: None for stage in stages for flat in stage.flats})
     if mesh is None and not grids:
         mesh = current_mesh()
-    given = None if mesh is None else grid_of(mesh)
-    other = [(stage.name, flat.layout.grid) for stage in stages for flat in stage.flats if flat.layout.grid != given]
-    if given is not None and other:
-        name, where = other[0]
+    mesh_grid = None if mesh is None else grid_of(mesh)
+    named_grids = [(stage.name, flat.layout.grid) for stage in stages for flat in stage.flats]
+    conflicts = [(name, grid) for name, grid in named_grids if grid != mesh_grid]
+    if mesh_grid is not None and conflicts:
+        name, where = conflicts[0]
         raise ValueError(
-            f"show: mesh=({given}), but {name or 'the tree'} is on a mesh ({where}): leave mesh= out, and each mesh "
-            f"is shown with what it has"
+            f"show: mesh=({mesh_grid}), but {name or 'the tree'} is on a mesh ({where}): leave mesh= out, and each "
+            f"mesh is shown with what it has"
         )
     without_mesh = tuple(stage for stage in stages if not stage.flats)
-    if given is not None or len(grids) == 1:
-        return (MeshSection(given or grids[0], tuple(stages)),)
+    if mesh_grid is not None or len(grids) == 1:
+        return (MeshSection(mesh_grid or grids[0], tuple(stages)),)
     by_grid = [
         MeshSection(grid, tuple(s for s in stages if s.flats and s.flats[0].layout.grid == grid)) for grid in grids
     ]
@@ -257,7 +258,7 @@ def _flat(flat: FlatShard, path: str, first_at: dict[int, str]) -> Flat:
 
 
 def _plain(leaf: Any, path: str, stage: str, first_at: dict[int, str]) -> Plain | None:
-    """Describes a tensor, or what an optimizer keeps separately for a flat shard; None for other leaves."""
+    """Describes a tensor, or an optimizer's separate state of a flat shard; None for other leaves."""
     values: Any = leaf if isinstance(leaf, Tensor) else getattr(leaf, "values", None)
     if not isinstance(values, Tensor):
         return None
@@ -266,18 +267,18 @@ def _plain(leaf: Any, path: str, stage: str, first_at: dict[int, str]) -> Plain 
     if is_packed(leaf):
         plain = Plain(name, leaf.shape, str(leaf.format), values.nbytes, values.nbytes, leaf.numel)
     else:
-        plain = Plain(name, tuple(values.shape), word(values.dtype), values.nbytes, values.nbytes, values.numel())
+        plain = Plain(name, tuple(values.shape), dtype_name(values.dtype), values.nbytes, values.nbytes, values.numel())
     if first_path != path:
         return replace(plain, nbytes=0, whole=0, numel=0, note=f"the same as {first_path}")
     nbytes = values.to_local().nbytes if is_dtensor(values) else values.nbytes  # type: ignore[attr-defined]
     if is_dtensor(leaf):
         note = f"DTensor, {', '.join(map(str, leaf.placements))}"
     else:
-        whole = isinstance(leaf, Tensor) or is_packed(leaf)
-        note = "" if whole else f"this rank's, of {leaf.layout.stage or 'the tree'}"
+        is_full = isinstance(leaf, Tensor) or is_packed(leaf)
+        note = "" if is_full else f"this rank's, of {leaf.layout.stage or 'the tree'}"
     return replace(plain, nbytes=nbytes, note=note)
 
 
-def word(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """Returns a dtype's name without its module."""
     return str(dtype).removeprefix("torch.")

@@ -61,8 +61,9 @@ class Chip:
         for name, figure in (figures | {name: getattr(self, name) for name in names}).items():
             seconds = name in ("launch", "host")
             if not isinstance(figure, (int, float)) or not (figure >= 0 if seconds else figure > 0):
-                what = "seconds, 0 or more" if seconds else "a positive number"
-                raise ValueError(f"Chip {short(repr(self.name))}: {name}={short(repr(figure))}; it is {what}")
+                expected = "seconds, 0 or more" if seconds else "a positive number"
+                chip = f"Chip {short(repr(self.name))}"
+                raise ValueError(f"{chip}: {name} must be {expected}, got {short(repr(figure))}")
 
     def seconds(self, work: Work) -> float:
         """Returns the time of computing: that of its arithmetic, of its memory traffic or of its launches.
@@ -132,15 +133,16 @@ class Links:
     def __post_init__(self) -> None:
         if not isinstance(self.copying, (int, float)) or not self.copying > 0:
             raise ValueError(
-                f"Links {short(repr(self.name))}: copying={short(repr(self.copying))}; it is bytes a second, positive"
+                f"Links {short(repr(self.name))}: copying must be a positive number of bytes a second, "
+                f"got {short(repr(self.copying))}"
             )
         for operation, tables in self.curves.items():
             for spread, curve in tables.items():
                 sizes = [size for size, _ in curve]
                 if not curve or sizes != sorted(set(sizes)) or min(min(pair) for pair in curve) <= 0:
                     raise ValueError(
-                        f"Links {self.name!r}: {operation} of {spread}: a table is pairs of bytes and seconds, all "
-                        f"positive, with bytes growing; it is {short(curve)}"
+                        f"Links {self.name!r}: {operation} of {spread}: a table must be pairs of bytes and seconds, "
+                        f"all positive, with bytes growing, got {short(curve)}"
                     )
 
     def seconds(self, operation: str, sent: float, ranks: int, nodes: int = 1) -> float:
@@ -167,7 +169,8 @@ class Links:
         known = [] if tables is None else [spread for spread in tables if (spread[0] > 1) == (nodes > 1)]
         if tables is None or not known:
             where = "between nodes" if nodes > 1 else "within a node"
-            have = listed(f"{name} {spread[0]} x {spread[1]}" for name, each in self.curves.items() for spread in each)
+            spreads = ((name, spread) for name, by_spread in self.curves.items() for spread in by_spread)
+            have = listed(f"{name} {spread[0]} x {spread[1]}" for name, spread in spreads)
             raise ValueError(
                 f"links {self.name!r} have no times of {short(repr(operation))} {where}; they have (nodes x ranks on "
                 f"each): {have or 'none'}. Measure them with measure_links on a mesh with such an axis"
@@ -180,11 +183,11 @@ class Links:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the tables as JSON, which `load` reads."""
         curves = {
-            operation: {f"{nodes}x{own}": curve for (nodes, own), curve in tables.items()}
+            operation: {f"{nodes}x{per_node}": curve for (nodes, per_node), curve in tables.items()}
             for operation, tables in self.curves.items()
         }
-        told = {"name": self.name, "source": self.source, "copying": self.copying, "curves": curves}
-        local_path(path, "Links.save: path").write_text(json.dumps(told, indent=1) + "\n")
+        fields = {"name": self.name, "source": self.source, "copying": self.copying, "curves": curves}
+        local_path(path, "Links.save: path").write_text(json.dumps(fields, indent=1) + "\n")
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Links:
@@ -195,13 +198,13 @@ class Links:
             ValueError: it holds something else.
         """
         try:
-            told = json.loads(local_path(path, "Links.load: path").read_text())
+            fields = json.loads(local_path(path, "Links.load: path").read_text())
             curves: dict[str, dict[tuple[int, int], Curve]] = {}
-            for operation, tables in told.pop("curves").items():
+            for operation, tables in fields.pop("curves").items():
                 for key, curve in tables.items():
-                    nodes, _, own = key.partition("x")
-                    curves.setdefault(operation, {})[int(nodes), int(own)] = tuple(map(tuple, curve))
-            return Links(curves=curves, **told)
+                    nodes, _, per_node = key.partition("x")
+                    curves.setdefault(operation, {})[int(nodes), int(per_node)] = tuple(map(tuple, curve))
+            return Links(curves=curves, **fields)
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise ValueError(
                 f"Links.load: {path} holds no tables of links ({error}): Links.save writes them"
@@ -213,13 +216,13 @@ def _spread_over(
 ) -> float:
     """Returns the time on so many nodes with so many ranks on each."""
     by_ranks = []
-    for own in sorted({own for _, own in known}):
+    for per_node in sorted({per_node for _, per_node in known}):
         over = []
-        for n in sorted(n for n, each in known if each == own):
-            curve = tables[n, own]
-            most, longest = curve[-1]
-            over.append((n, longest * sent / most if sent >= most else _between(curve, sent)))
-        by_ranks.append((own, _between(over, nodes)))
+        for n in sorted(n for n, width in known if width == per_node):
+            curve = tables[n, per_node]
+            max_bytes, longest = curve[-1]
+            over.append((n, longest * sent / max_bytes if sent >= max_bytes else _between(curve, sent)))
+        by_ranks.append((per_node, _between(over, nodes)))
     return _between(by_ranks, ranks)
 
 
@@ -227,8 +230,8 @@ def _between(points: Sequence[tuple[float, float]], x: float) -> float:
     """Interpolates between the logarithms of points; beyond the last one with the last slope, if that rises."""
     if x <= points[0][0] or len(points) == 1:
         return points[0][1]
-    k = min(bisect([at for at, _ in points], x), len(points) - 1)
-    (a, low), (b, high) = points[k - 1], points[k]
+    index = min(bisect([position for position, _ in points], x), len(points) - 1)
+    (a, low), (b, high) = points[index - 1], points[index]
     slope = math.log(high / low) / math.log(b / a)
     if x > b:
         return high * (x / b) ** max(slope, 0.0)
@@ -236,7 +239,7 @@ def _between(points: Sequence[tuple[float, float]], x: float) -> float:
 
 
 def nodes_of(mesh: dict[str, int], rank: int, axis: Iterable[str], per_node: int) -> int:
-    """Returns over how many nodes those ranks are spread that differ from this one along some axes only.
+    """Returns the number of nodes over which the ranks of a group along some axes are spread.
 
     Args:
         mesh: sizes of the axes, by name, in order; ranks are numbered row-major.

@@ -56,17 +56,17 @@ def measure_links(
     """
     sizes(mesh)  # which refuses what is no mesh
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())) if per_node is None else per_node
-    told = [f"sent: {list(sent)}", f"repeats: {repeats}", f"per_node: {per_node}"]
-    wrong = _wrong(mesh, sent, repeats, per_node)
-    told = told if wrong is None else [str(wrong)]
-    agree(told, mesh, "measure_links", wrong)
-    if wrong is not None:  # of one rank alone
-        raise wrong
+    arguments = [f"sent: {list(sent)}", f"repeats: {repeats}", f"per_node: {per_node}"]
+    error = _wrong(mesh, sent, repeats, per_node)
+    arguments = arguments if error is None else [str(error)]
+    agree(arguments, mesh, "measure_links", error)
+    if error is not None:  # of one rank alone
+        raise error
     names_of_axes = [name for name, size in sizes(mesh).items() if size > 1]
     everyone = communicator_of(mesh, tuple(names_of_axes))
-    along = dict.fromkeys([*((name,) for name in names_of_axes), everyone.names])
+    axis_groups = dict.fromkeys([*((name,) for name in names_of_axes), everyone.names])
     curves: dict[str, dict[tuple[int, int], Curve]] = {}
-    for names in along:
+    for names in axis_groups:
         comm = communicator_of(mesh, names)
         nodes = nodes_of(sizes(mesh), dist.get_rank(), names, per_node)
         spread = nodes, comm.axis.size // nodes
@@ -75,30 +75,33 @@ def measure_links(
                 curves[operation][spread] = _measured(operation, comm, everyone, sent, repeats)
     device = device_of(mesh)
     name = f"{device.type}, {process_groups.backend_of(everyone.group, device.type)}"
-    there = torch.zeros(2**22, device=device)
-    here = torch.zeros(2**22, device="cpu", pin_memory=device.type != "cpu")
-    slowest = _together([_fastest(lambda: there.copy_(here, non_blocking=True), device)], everyone)[0]
-    return Links(name, f"measured on a mesh of {show(sizes(mesh))}", curves, there.nbytes / slowest)
+    device_tensor = torch.zeros(2**22, device=device)
+    host_tensor = torch.zeros(2**22, device="cpu", pin_memory=device.type != "cpu")
+    seconds = _fastest(lambda: device_tensor.copy_(host_tensor, non_blocking=True), device)
+    slowest = _max_over_ranks([seconds], everyone)[0]
+    return Links(name, f"measured on a mesh of {show(sizes(mesh))}", curves, device_tensor.nbytes / slowest)
 
 
 def _wrong(mesh: DeviceMesh, sent: Sequence[int], repeats: int, per_node: int) -> Exception | None:
-    """Returns what is wrong with the arguments."""
+    """Returns the error in the arguments, if any."""
     if math.prod(sizes(mesh).values()) < 2:
         return ValueError(f"measure_links: the mesh ({show(sizes(mesh))}) has one rank, which has no link to another")
     if not sent or list(sent) != sorted(set(sent)) or sent[0] < 1:
-        return ValueError(f"measure_links: sent={short(list(sent))}; they are numbers of bytes, growing from 1 or more")
+        return ValueError(
+            f"measure_links: sent must be numbers of bytes, growing from 1 or more, got {short(list(sent))}"
+        )
     if repeats < 1 or per_node < 1:
-        return ValueError(f"measure_links: repeats={repeats} and per_node={per_node}; both are 1 or more")
+        return ValueError(f"measure_links: repeats and per_node must be 1 or more, got {repeats} and {per_node}")
     return None
 
 
 def _measured(operation: str, comm: Communicator, everyone: Communicator, sent: Sequence[int], repeats: int) -> Curve:
-    """Returns the table of one operation along some axes, which all rows of ranks run at the same time."""
+    """Returns the table of one operation along some axes, which all groups run at the same time."""
     curve = []
-    for wanted in sent:
-        run, really = _operation(operation, comm, wanted)
+    for requested in sent:
+        run, num_bytes = _operation(operation, comm, requested)
         with unrecorded():
-            curve.append((float(really), _median(run, everyone, repeats)))
+            curve.append((float(num_bytes), _median(run, everyone, repeats)))
     return tuple(dict(curve).items())
 
 
@@ -108,22 +111,22 @@ def _operation(operation: str, comm: Communicator, sent: int) -> tuple[Callable[
     width = 4  # float32, in which all backends reduce
     share = {"all_reduce": 2 * (1 - 1 / size), "send": 1.0}.get(operation, 1 - 1 / size)
     piece = max(1, round(sent / share / width / size))
-    whole = torch.zeros(size * piece, device=device)
-    bytes_sent = round(whole.nbytes * share)
+    full = torch.zeros(size * piece, device=device)
+    bytes_sent = round(full.nbytes * share)
     if operation == "all_gather":
-        buffer = whole.view(torch.uint8)
-        own = buffer.view(size, -1)[comm.axis.index]
-        return lambda: into_buffers.all_gather(buffer, comm, whole.dtype, own).wait(), bytes_sent
+        buffer = full.view(torch.uint8)
+        local = buffer.view(size, -1)[comm.axis.index]
+        return lambda: into_buffers.all_gather(buffer, comm, full.dtype, local).wait(), bytes_sent
     if operation == "reduce_scatter":
         out = torch.zeros(piece, device=device)
         scratch = torch.zeros(2 * size * piece, device=device)
-        return lambda: into_buffers.reduce_scatter(whole, out, comm, lambda n: scratch[:n]).wait(), bytes_sent
+        return lambda: into_buffers.reduce_scatter(full, out, comm, lambda n: scratch[:n]).wait(), bytes_sent
     if operation == "all_reduce":
-        return lambda: into_buffers.all_reduce(whole, comm).wait(), bytes_sent
+        return lambda: into_buffers.all_reduce(full, comm).wait(), bytes_sent
     if operation == "all_to_all":
-        return lambda: kernels.all_to_all(whole, 0, 0, size, group), bytes_sent
+        return lambda: kernels.all_to_all(full, 0, 0, size, group), bytes_sent
     source = [(rank - 1) % size for rank in range(size)]
-    return lambda: kernels.permute(whole, source, comm.axis.index, group), bytes_sent
+    return lambda: kernels.permute(full, source, comm.axis.index, group), bytes_sent
 
 
 def _median(run: Callable[[], Any], everyone: Communicator, repeats: int) -> float:
@@ -133,17 +136,17 @@ def _median(run: Callable[[], Any], everyone: Communicator, repeats: int) -> flo
     started = time.perf_counter()
     while len(spent) < repeats:
         _finish(everyone.device)
-        _together([0.0], everyone)  # ranks begin at the same time
+        _max_over_ranks([0.0], everyone)  # ranks begin at the same time
         began = time.perf_counter()
         run()
         _finish(everyone.device)
         spent.append(time.perf_counter() - began)
-        if _together([time.perf_counter() - started], everyone)[0] > _BUDGET:  # all ranks stop alike
+        if _max_over_ranks([time.perf_counter() - started], everyone)[0] > _BUDGET:  # all ranks stop alike
             break
-    return statistics.median(_together(spent, everyone))
+    return statistics.median(_max_over_ranks(spent, everyone))
 
 
-def _together(values: Sequence[float], everyone: Communicator) -> list[float]:
+def _max_over_ranks(values: Sequence[float], everyone: Communicator) -> list[float]:
     """Returns the largest value of all ranks, for each."""
     with unrecorded():
         row = torch.tensor(values, dtype=torch.float64, device=everyone.device)
@@ -181,10 +184,10 @@ def measure_chip(device: torch.device | str = "cpu", *, dtypes: Sequence[torch.d
     device = torch.device(device)
     on_cpu = device.type == "cpu"
     if type(side) is not int or side < 0:
-        raise ValueError(f"measure_chip: side={short(repr(side))}; the side of a matrix is a positive number")
-    given = dtypes if isinstance(dtypes, (list, tuple)) else [dtypes]
-    if not isinstance(dtypes, (list, tuple)) or not all(isinstance(x, torch.dtype) for x in given):
-        raise TypeError(f"measure_chip: dtypes={short(repr(dtypes))}; they are a list, such as [torch.bfloat16]")
+        raise ValueError(f"measure_chip: side must be a positive number, got {short(repr(side))}")
+    dtype_list = dtypes if isinstance(dtypes, (list, tuple)) else [dtypes]
+    if not isinstance(dtypes, (list, tuple)) or not all(isinstance(x, torch.dtype) for x in dtype_list):
+        raise TypeError(f"measure_chip: dtypes must be a list, such as [torch.bfloat16], got {short(repr(dtypes))}")
     side = side or (1024 if on_cpu else 8192)
     dtypes = dtypes or ((torch.float32,) if on_cpu else (torch.float32, torch.bfloat16))
     rates = {}
@@ -196,13 +199,13 @@ def measure_chip(device: torch.device | str = "cpu", *, dtypes: Sequence[torch.d
     a = torch.zeros(2**22 if on_cpu else 2**28, device=device)
     b = torch.zeros_like(a)
     bandwidth = 2 * a.nbytes / _fastest(lambda: b.copy_(a), device)
-    one = torch.zeros(1, device=device)
+    scalar = torch.zeros(1, device=device)
     if on_cpu:
         name, memory = "cpu", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     else:
-        found = torch.get_device_module(device).get_device_properties(device)
-        name, memory = str(found.name), int(found.total_memory)
-    launch = _fastest(lambda: [one.add_(1) for _ in range(100)], device) / 100
+        properties = torch.get_device_module(device).get_device_properties(device)
+        name, memory = str(properties.name), int(properties.total_memory)
+    launch = _fastest(lambda: [scalar.add_(1) for _ in range(100)], device) / 100
     return Chip(name, "measured", rates, bandwidth, memory, efficiency=1.0, reach=1.0, launch=launch)
 
 

@@ -1,4 +1,4 @@
-"""Says what parameters, gradients and an optimizer's state take on each tier, before there are any."""
+"""Computes the bytes of parameters, gradients and optimizer state on each tier, before allocation."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Bytes:
         return self.device + self.host + self.disk
 
 
-def together(parts: Iterable[Bytes]) -> Bytes:
-    """Returns the sum."""
+def total_bytes(parts: Iterable[Bytes]) -> Bytes:
+    """Returns the sum over all parts."""
     return sum(parts, Bytes())
 
 
@@ -76,7 +76,7 @@ class Memory:
     @property
     def total(self) -> Bytes:
         """All kinds together, by tier."""
-        return together(getattr(self, kind.name) for kind in fields(self))
+        return total_bytes(getattr(self, kind.name) for kind in fields(self))
 
     def __str__(self) -> str:
         rows = {field.name: getattr(self, field.name) for field in fields(self)} | {"total": self.total}
@@ -133,19 +133,19 @@ def memory(
     leaves = {id(leaf.values if is_flat(leaf) else leaf): leaf for leaf in all_leaves}.values()  # shared tensors once
     state = [] if optimizer is None else _state(optimizer, tree)
     return Memory(
-        parameters=together(
-            on(x.layout.placement.tiers.params, x.values.nbytes, x.layout) if is_flat(x) else Bytes(x.nbytes)
+        parameters=total_bytes(
+            bytes_on(x.layout.placement.tiers.params, x.values.nbytes, x.layout) if is_flat(x) else Bytes(x.nbytes)
             for x in leaves
         ),
-        gradients=together(_gradient(leaf) for leaf in leaves),
-        state=together(on(tier, x, layout) for x, tier, layout in state),
+        gradients=total_bytes(_gradient(leaf) for leaf in leaves),
+        state=total_bytes(bytes_on(tier, x, layout) for x, tier, layout in state),
     )
 
 
 def _laid_out(
     params: Any, strategy: Strategy | None, mesh: DeviceMesh | None, stages: Which | None, frozen: Which, specs: Specs
 ) -> Any:
-    """Returns the parameters as they are sharded, or would be by `shard`, but without asking other ranks."""
+    """Returns the parameters as `shard` lays them out, without asking other ranks."""
     is_sharded = bool(flat_shards(params))
     if is_sharded and strategy is not None:
         raise ValueError(
@@ -158,7 +158,7 @@ def _laid_out(
                 'memory: a mesh, but no strategy: pass what shard() is to get, full_shard("shard") say; without both, '
                 "parameters count as whole ones of one process"
             )
-        return made("", params)
+        return run_makers("", params)
     mesh = current_mesh() if mesh is None else mesh
     if mesh is None:
         raise ValueError("memory: a strategy, but no mesh to cut over: pass mesh=make_mesh(...)")
@@ -173,7 +173,7 @@ def _laid_out(
         }
         return subtree if not flats else next(iter(flats.values())) if len(flats) == 1 else flats
 
-    tree = rules.map_stages(params, cut, made)
+    tree = rules.map_stages(params, cut, run_makers)
     if rules.unused:
         raise ValueError(
             f"memory: nothing matches {listed(map(repr, sorted(rules.unused)))}; the parameters are {listed(names)}"
@@ -184,8 +184,8 @@ def _laid_out(
 # --- parameters without data, laid out exactly as with data ---
 
 
-def made(path: str, node: Any) -> Any:
-    """Returns a tree with each maker replaced by what it would make, without data.
+def run_makers(path: str, node: Any) -> Any:
+    """Returns a tree with each maker replaced by its result on the meta device.
 
     Raises:
         TypeError: a leaf is neither a tensor nor a maker.
@@ -208,7 +208,7 @@ def _leaf(name: str, leaf: Any) -> Any:
             f"memory: {name or 'the tree'} is of type {type(leaf).__name__}; parameters are tensors, on the meta "
             f"device too, or makers, as init takes them"
         )
-    return made(name, drawn_hollow(leaf, name or "the tree", "memory"))
+    return run_makers(name, drawn_hollow(leaf, name or "the tree", "memory"))
 
 
 def without_numbers(tree: Any) -> Any:
@@ -226,8 +226,8 @@ def without_numbers(tree: Any) -> Any:
 # --- one tensor ---
 
 
-def on(tier: str, x: Tensor | int, layout: Layout | None) -> Bytes:
-    """Returns what a tensor takes on a tier of the layout's mesh."""
+def bytes_on(tier: str, x: Tensor | int, layout: Layout | None) -> Bytes:
+    """Returns the bytes of a tensor on a tier of the layout's mesh."""
     nbytes = x if isinstance(x, int) else x.untyped_storage().nbytes()
     if tier == "disk":
         return Bytes(disk=-(-nbytes // ALIGNMENT) * ALIGNMENT)
@@ -242,8 +242,8 @@ def _gradient(leaf: Any) -> Bytes:
     layout = leaf.layout
     if not layout.trainable:
         return Bytes()
-    held = layout.state_layout.held(process_groups.global_rank())
-    return on(layout.placement.tiers.grads, held * leaf.values.itemsize, layout)
+    numel = layout.state_layout.held(process_groups.global_rank())
+    return bytes_on(layout.placement.tiers.grads, numel * leaf.values.itemsize, layout)
 
 
 # --- an optimizer's state ---
@@ -263,7 +263,7 @@ def _state(optimizer: Optimizer, tree: Any) -> list[tuple[Tensor, str, Layout | 
             "memory: from_torch's optimizers make their state in the first step, and it cannot be known beforehand: "
             "leave the optimizer out, and count what its documentation says"
         )
-    seen = {autograd.storage_of(x) for x in optree.tree_leaves(tree) if isinstance(x, Tensor)}
+    visited = {autograd.storage_of(x) for x in optree.tree_leaves(tree) if isinstance(x, Tensor)}
     offloaded = [flat.layout.placement.tiers.params != "device" for flat in flat_shards(tree)]
     default_tier = "host" if offloaded and all(offloaded) else "device"
     tensors = []
@@ -271,8 +271,8 @@ def _state(optimizer: Optimizer, tree: Any) -> list[tuple[Tensor, str, Layout | 
         layout = node.layout if _has_layout(node) else None
         tier = layout.placement.tiers.state if layout else default_tier
         for x in optree.tree_leaves(node):
-            if isinstance(x, Tensor) and autograd.storage_of(x) not in seen:
-                seen.add(autograd.storage_of(x))
+            if isinstance(x, Tensor) and autograd.storage_of(x) not in visited:
+                visited.add(autograd.storage_of(x))
                 tensors.append((x, placing.intended(x) or tier, layout))
     return tensors
 

@@ -21,7 +21,7 @@ WIDTH, LANE, CURVE = 11.0, 0.28, 1.7  # inches
 MICRO = 1e6  # a trace counts microseconds
 
 
-def drawn(shown: Sequence[tuple[Plan, Times | None]]) -> Figure:
+def draw_plans(shown: Sequence[tuple[Plan, Times | None]]) -> Figure:
     """Draws plans one above the other; on one axis of time, if the times of all are known."""
     from matplotlib.figure import Figure
 
@@ -29,53 +29,53 @@ def drawn(shown: Sequence[tuple[Plan, Times | None]]) -> Figure:
     heights = [size for drawing in drawings for size in (LANE * len(drawing.lanes) + 0.1, CURVE)]
     figure = Figure(figsize=(WIDTH, sum(heights) + 0.75 * len(shown)), dpi=100, facecolor="white", layout="constrained")
     axes = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
-    together = all(drawing.seconds for drawing in drawings)
-    longest, most = max(drawing.whole for drawing in drawings), max(plan.peak.total for plan, _ in shown)
+    share_axis = all(drawing.seconds for drawing in drawings)
+    longest, max_bytes = max(drawing.last_end for drawing in drawings), max(plan.peak.total for plan, _ in shown)
     for i, ((plan, _), drawing) in enumerate(zip(shown, drawings, strict=True)):
         lanes, curve = axes[2 * i], axes[2 * i + 1]
-        for one in (lanes, curve):
-            one.set_xlim(0, max(longest if together else drawing.whole, 1e-12))
-            one.spines[["top", "right"]].set_visible(False)
+        for panel in (lanes, curve):
+            panel.set_xlim(0, max(longest if share_axis else drawing.last_end, 1e-12))
+            panel.spines[["top", "right"]].set_visible(False)
         _draw_lanes(lanes, plan, drawing)
-        _draw_memory(curve, plan, drawing, most)
+        _draw_memory(curve, plan, drawing, max_bytes)
     return figure
 
 
 def _draw_lanes(axes: Any, plan: Plan, drawing: Drawing) -> None:
     colors = stage_colors(plan.works)
-    for number in range(len(drawing.lanes)):
-        mine = [i for i, lane in enumerate(drawing.lane) if lane == number]
+    for lane_index in range(len(drawing.lanes)):
+        indices = [i for i, lane in enumerate(drawing.lane) if lane == lane_index]
         axes.broken_barh(
-            [(drawing.begin[i], drawing.end[i] - drawing.begin[i]) for i in mine],
-            (number - 0.42, 0.84),
-            facecolors=[colors[plan.works[i].stage, plan.works[i].phase] for i in mine],
+            [(drawing.begin[i], drawing.end[i] - drawing.begin[i]) for i in indices],
+            (lane_index - 0.42, 0.84),
+            facecolors=[colors[plan.works[i].stage, plan.works[i].phase] for i in indices],
             edgecolors="white",
-            linewidth=0.3 if len(mine) < 200 else 0.0,
+            linewidth=0.3 if len(indices) < 200 else 0.0,
         )
     axes.set_yticks(range(len(drawing.lanes)), drawing.lanes)
     axes.set_ylim(len(drawing.lanes) - 0.45, -0.55)
     axes.tick_params(bottom=False, labelbottom=False)
-    took = f", {duration(drawing.whole)}" if drawing.seconds else ""
-    axes.set_title(f"{plan.told}, rank {plan.rank}{took}", loc="left", fontsize=10, color=INK, parse_math=False)
+    took = f", {duration(drawing.last_end)}" if drawing.seconds else ""
+    axes.set_title(f"{plan.title}, rank {plan.rank}{took}", loc="left", fontsize=10, color=INK, parse_math=False)
 
 
-def _draw_memory(axes: Any, plan: Plan, drawing: Drawing, most: int) -> None:
+def _draw_memory(axes: Any, plan: Plan, drawing: Drawing, max_bytes: int) -> None:
     colors = kind_colors(plan.held)
     if plan.held:
-        moments = [*drawing.held, drawing.whole]
-        rows = [[one.kinds.get(kind, 0) / 1e9 for one in (*plan.held, plan.held[-1])] for kind in colors]
-        unit, name = (1.0, "GB") if most >= 1e9 else (1e3, "MB")
+        moments = [*drawing.held, drawing.last_end]
+        rows = [[entry.kinds.get(kind, 0) / 1e9 for entry in (*plan.held, plan.held[-1])] for kind in colors]
+        unit, name = (1.0, "GB") if max_bytes >= 1e9 else (1e3, "MB")
         rows = [[value * unit for value in row] for row in rows]
         axes.stackplot(moments, rows, colors=list(colors.values()), labels=list(colors), step="post", linewidth=0)
-        at = drawing.peak
-        axes.axvline(at, color=RED, linewidth=1, linestyle="--")
-        left = at < drawing.whole / 2
+        peak_time = drawing.peak
+        axes.axvline(peak_time, color=RED, linewidth=1, linestyle="--")
+        left = peak_time < drawing.last_end / 2
         axes.annotate(
             f" peak {byte_count(plan.peak.total)}: {peak_told(plan.works, plan.peak)} ",
-            (at, 1.0), xycoords=("data", "axes fraction"), ha="left" if left else "right", va="top", fontsize=8,
+            (peak_time, 1.0), xycoords=("data", "axes fraction"), ha="left" if left else "right", va="top", fontsize=8,
             color=INK, parse_math=False,
         )  # fmt: skip
-        axes.set_ylim(0, 1.18 * most / 1e9 * unit)
+        axes.set_ylim(0, 1.18 * max_bytes / 1e9 * unit)
         axes.set_ylabel(name)
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False, reverse=True)
     axes.set_xlabel("seconds" if drawing.seconds else "works, in the order in which they are issued", color=DIM)
@@ -95,12 +95,12 @@ def write_trace(path: str | os.PathLike[str], plan: Plan, times: Times | None) -
 def _events(plan: Plan, drawing: Drawing) -> Iterator[dict[str, Any]]:
     unit = MICRO if drawing.seconds else 1.0
     process = {"pid": plan.rank}
-    yield {"ph": "M", "name": "process_name", **process, "args": {"name": f"{plan.told}, rank {plan.rank}"}}
+    yield {"ph": "M", "name": "process_name", **process, "args": {"name": f"{plan.title}, rank {plan.rank}"}}
     for lane, name in enumerate(drawing.lanes):
         yield {"ph": "M", "name": "thread_name", **process, "tid": lane, "args": {"name": name}}
         yield {"ph": "M", "name": "thread_sort_index", **process, "tid": lane, "args": {"sort_index": lane}}
     for work, lane, begin, end in zip(plan.works, drawing.lane, drawing.begin, drawing.end, strict=True):
-        told = {
+        details = {
             "stage": work.stage, "phase": work.phase, "operations": work.launches, "flop": sum(work.flops.values()),
             "bytes moved": work.moved, "axis": " x ".join(work.axis), "dtype": work.dtype, "bytes sent": work.sent,
             "where": work.where,
@@ -108,9 +108,9 @@ def _events(plan: Plan, drawing: Drawing) -> Iterator[dict[str, Any]]:
         name = " ".join(filter(None, (work.stage, work.phase if work.kind == "compute" else work.kind)))
         yield {
             "ph": "X", "name": name, "cat": work.kind, **process, "tid": lane, "ts": begin * unit,
-            "dur": (end - begin) * unit, "args": {key: value for key, value in told.items() if value},
+            "dur": (end - begin) * unit, "args": {key: value for key, value in details.items() if value},
         }  # fmt: skip
-    kinds = dict.fromkeys(kind for one in plan.held for kind in one.kinds)
-    for moment, one in zip(drawing.held, plan.held, strict=True):
-        held = {kind: one.kinds.get(kind, 0) for kind in kinds}
-        yield {"ph": "C", "name": "bytes held", **process, "ts": moment * unit, "args": held}
+    kinds = dict.fromkeys(kind for entry in plan.held for kind in entry.kinds)
+    for moment, entry in zip(drawing.held, plan.held, strict=True):
+        by_kind = {kind: entry.kinds.get(kind, 0) for kind in kinds}
+        yield {"ph": "C", "name": "bytes held", **process, "ts": moment * unit, "args": by_kind}

@@ -1,7 +1,7 @@
-"""Where in a program an operation is issued: in which pass, by which part of the package, and at which line.
+"""Source locations of operations: the pass, the part of the package, and the line.
 
-It is read from the stack of calls, up to where a backward pass began. In one, the line is that of the operation whose
-derivative is computed.
+A location is read from the stack of calls, up to where a backward pass began. In one, the line is that of the operation
+whose derivative is computed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PASSES = {"parallel/pipeline.py _forward": "forward", "parallel/pipeline.py _ba
 
 
 class SourceLocation(NamedTuple):
-    """Where an operation is issued.
+    """The location at which an operation is issued.
 
     Attributes:
         phase: `"forward"`, `"backward"`, `"recompute"` or `"update"`.
@@ -49,7 +49,7 @@ class SourceLocation(NamedTuple):
 
 
 class _CodeOrigin(NamedTuple):
-    """What a frame's code is."""
+    """The origin of a frame's code."""
 
     kind: str  # "user", "package" or "library"
     part: str
@@ -57,7 +57,7 @@ class _CodeOrigin(NamedTuple):
 
 
 class LocationFinder:
-    """Finds the places of operations.
+    """Finds the source locations of operations.
 
     Attributes:
         differentiated: whether a backward pass has run since the step began.
@@ -68,13 +68,13 @@ class LocationFinder:
         self._codes: dict[CodeType, _CodeOrigin] = {}
         self._lines: dict[int, str] = {}  # by the number of the operation that autograd records
 
-    def here(self, stage: str) -> SourceLocation:
-        """Returns the place of the operation that is issued now, for this stage."""
+    def current_location(self, stage: str) -> SourceLocation:
+        """Returns the location of the operation that is issued now, for this stage."""
         part, where, phase = "", "", ""
         user = False
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
-            code = self._codes.get(frame.f_code) or self._seen(frame.f_code)
+            code = self._codes.get(frame.f_code) or self._origin_of(frame.f_code)
             if code.kind == "user":
                 if not user:
                     where, user = f"{code.name}:{frame.f_lineno}", True
@@ -100,7 +100,7 @@ class LocationFinder:
         """Returns the line of the user's code that issues this; empty if the package does so for itself."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
-            code = self._codes.get(frame.f_code) or self._seen(frame.f_code)
+            code = self._codes.get(frame.f_code) or self._origin_of(frame.f_code)
             if code.kind != "library":
                 return f"{code.name}:{frame.f_lineno}" if code.kind == "user" else ""
             frame = frame.f_back
@@ -121,18 +121,18 @@ class LocationFinder:
             self._lines[number] = where
         return where
 
-    def _seen(self, code: CodeType) -> _CodeOrigin:
+    def _origin_of(self, code: CodeType) -> _CodeOrigin:
         file = code.co_filename
-        whose = "user" if file.startswith(MODELS) else kind_of(file)
-        if whose == "package":
+        owner = "user" if file.startswith(MODELS) else kind_of(file)
+        if owner == "package":
             name = file.removeprefix(PACKAGE)
             parts = [part for start, part in _PARTS.items() if name.startswith(start)]
             kind = "library" if name.startswith(_UNSEEN) else "package"
-            found = _CodeOrigin(kind, parts[0] if parts else "", f"{name} {code.co_name}")
-        elif whose in ("between", "python"):
+            origin = _CodeOrigin(kind, parts[0] if parts else "", f"{name} {code.co_name}")
+        elif owner in ("between", "python"):
             name = code.co_name if file.endswith(("utils/checkpoint.py", "autograd/graph.py")) else ""
-            found = _CodeOrigin("library", "", name)
+            origin = _CodeOrigin("library", "", name)
         else:
-            found = _CodeOrigin("user", "", pathlib.PurePath(file).name)
-        self._codes[code] = found
-        return found
+            origin = _CodeOrigin("user", "", pathlib.PurePath(file).name)
+        self._codes[code] = origin
+        return origin

@@ -30,7 +30,7 @@ _BACKWARD = ("backward", "recompute")
 
 @dataclass(frozen=True, repr=False)
 class Plan(Printed):
-    """What one rank does and holds in a step.
+    """The works and memory of one rank in a step.
 
     Attributes:
         name: of the step's function.
@@ -76,7 +76,7 @@ class Plan(Printed):
         """The collectives, in the order in which they are launched."""
         return [work for work in self.works if work.collective]
 
-    def select(self, **wanted: object) -> list[Work]:
+    def select(self, **attributes: object) -> list[Work]:
         """Returns the works with these attributes: `plan.select(kind="all_gather", phase="backward")`.
 
         Raises:
@@ -84,33 +84,33 @@ class Plan(Printed):
             ValueError: there is no such pass; or the mesh has no such axis.
         """
         names = [field.name for field in fields(Work)]
-        for name in wanted:
+        for name in attributes:
             if name not in names:
                 raise TypeError(f"works of a plan have no attribute {short(repr(name))}; they have {listed(names, 20)}")
-        if wanted.get("phase", PHASES[0]) not in PHASES:
-            raise ValueError(f"phase={short(repr(wanted['phase']))}; a plan has {listed(PHASES)}")
-        axis: Any = wanted.get("axis", ())
+        if attributes.get("phase", PHASES[0]) not in PHASES:
+            raise ValueError(f"phase={short(repr(attributes['phase']))}; a plan has {listed(PHASES)}")
+        axis: Any = attributes.get("axis", ())
         axis = (axis,) if isinstance(axis, str) else tuple(axis)
         for name in axis:
             if name not in self.mesh:
                 raise ValueError(f"axis {short(repr(name))}: the plan's mesh has {listed(self.mesh) or 'none'}")
-        wanted |= {"axis": axis} if "axis" in wanted else {}
-        return [work for work in self.works if all(getattr(work, key) == value for key, value in wanted.items())]
+        attributes |= {"axis": axis} if "axis" in attributes else {}
+        return [work for work in self.works if all(getattr(work, key) == value for key, value in attributes.items())]
 
-    def count(self, **wanted: object) -> int:
+    def count(self, **attributes: object) -> int:
         """Returns the number of works with these attributes."""
-        return len(self.select(**wanted))
+        return len(self.select(**attributes))
 
-    def sent(self, **wanted: object) -> int:
+    def sent(self, **attributes: object) -> int:
         """Returns the bytes that this rank sends in collectives with these attributes."""
-        return sum(work.sent for work in self.select(**wanted) if work.collective)
+        return sum(work.sent for work in self.select(**attributes) if work.collective)
 
-    def flops(self, **wanted: object) -> int:
+    def flops(self, **attributes: object) -> int:
         """Returns the floating-point operations of works with these attributes."""
-        return sum(sum(work.flops.values()) for work in self.select(**wanted))
+        return sum(sum(work.flops.values()) for work in self.select(**attributes))
 
     def __sub__(self, other: Plan) -> Difference:
-        """What this plan takes beyond another."""
+        """Returns the difference from another plan."""
         if not isinstance(other, Plan):
             return NotImplemented
         return Difference(
@@ -153,8 +153,8 @@ class Plan(Printed):
         missing, more = Counter(planned) - Counter(ran), Counter(ran) - Counter(planned)
         if not missing and not more:
             return
-        first = next((f"planned, but not run: {_told(entry)}" for entry in planned if entry in missing), "")
-        second = next((f"run, but not planned: {_told(entry)}" for entry in ran if entry in more), "")
+        first = next((f"planned, but not run: {_describe_collective(x)}" for x in planned if x in missing), "")
+        second = next((f"run, but not planned: {_describe_collective(x)}" for x in ran if x in more), "")
         raise AssertionError(
             f"plan of {self.name}, rank {self.rank}: {len(planned)} collectives and {sum(e[4] for e in planned)} bytes "
             f"are planned, and {len(ran)} and {sum(e[4] for e in ran)} were run; "
@@ -164,8 +164,8 @@ class Plan(Printed):
     # --- what it shows of itself ---
 
     @property
-    def told(self) -> str:
-        """What pictures call it."""
+    def title(self) -> str:
+        """Label in plots."""
         return self.name.rpartition("<locals>.")[2]
 
     def _lines(self, width: int) -> Iterator[Line]:
@@ -183,7 +183,7 @@ class Plan(Printed):
         return self.text(width)
 
     def drawing(self, times: Times | None = None) -> Drawing:
-        """Returns when each work runs, and in which lane; those of a profile have times of their own."""
+        """Returns the time and lane of each work; a profile has its own times."""
         return drawing(self.works, self.held, self if times is None and isinstance(self, Times) else times)
 
     def figure(self, times: Times | None = None, beside: Plan | None = None) -> Figure:
@@ -199,12 +199,12 @@ class Plan(Printed):
             ValueError: the times are those of another plan.
         """
         need_matplotlib("plan")
-        return pictures.drawn(self._shown(times, beside))
+        return pictures.draw_plans(self._shown(times, beside))
 
-    def _shown(self, times: Times | None, beside: Plan | None) -> list[tuple[Plan, Times | None]]:
-        if beside is not None and not isinstance(beside, Plan):
-            raise TypeError(f"beside is of type {type(beside).__name__}; it is another plan, or a profile")
-        return [(self, times), *([(beside, None)] if beside is not None else [])]
+    def _shown(self, times: Times | None, other: Plan | None) -> list[tuple[Plan, Times | None]]:
+        if other is not None and not isinstance(other, Plan):
+            raise TypeError(f"plan: beside must be another plan, or a profile, got {type(other).__name__}")
+        return [(self, times), *([(other, None)] if other is not None else [])]
 
     def save_picture(
         self, path: str | os.PathLike[str], times: Times | None = None, beside: Plan | None = None
@@ -252,23 +252,23 @@ class Plan(Printed):
         """
         where = f"the plan {os.fspath(path)!r}"
         try:
-            found = json.loads(local_path(path, "Plan.load: path").read_text())
+            content = json.loads(local_path(path, "Plan.load: path").read_text())
         except ValueError as error:
             raise ValueError(f"{where} is not JSON: {error}") from error
-        version = found.pop("version", None) if isinstance(found, dict) else None
+        version = content.pop("version", None) if isinstance(content, dict) else None
         if version is None:
             raise ValueError(f"{where} holds no plan: Plan.save writes them")
         if version != VERSION:
             raise ValueError(f"{where} has version {version!r}, and this shardfn reads {VERSION}: plan the step again")
         try:
-            return cls(**_read(_checked(cls, found, where), where))
+            return cls(**_read(_checked(cls, content, where), where))
         except (TypeError, AttributeError, KeyError) as error:
             raise ValueError(f"{where} is damaged: {error}; save it again") from error
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What one plan takes beyond another; negative where it takes less.
+    """The difference between two plans; negative where the first takes less.
 
     Attributes:
         name: of the step.
@@ -294,7 +294,7 @@ class Difference:
 
     def __str__(self) -> str:
         rows = [("peak, bytes", "all", self.peak), ("floating-point operations", "all", self.flops)]
-        for what, parts in (
+        for label, parts in (
             ("peak, bytes", self.kinds),
             ("host, bytes", self.host),
             ("disk, bytes", self.disk),
@@ -302,8 +302,8 @@ class Difference:
             ("collectives", self.collectives),
             ("sent, bytes", self.sent),
         ):
-            rows += [(what, kind, n) for kind, n in parts.items()]
-        changed = [(what, kind, f"{n:+,}") for what, kind, n in rows if n]
+            rows += [(label, kind, n) for kind, n in parts.items()]
+        changed = [(label, kind, f"{n:+,}") for label, kind, n in rows if n]
         if not changed:
             return f"{self.name}: no difference"
         widths = [max(len(row[i]) for row in changed) for i in range(3)]
@@ -312,26 +312,26 @@ class Difference:
 
 
 def _read(values: dict[str, Any], where: str) -> dict[str, Any]:
-    """The fields of a plan in a file, as they are in memory."""
+    """Returns the fields of a plan, decoded from a file."""
     works = [
         Work(**_checked(Work, work, where) | {key: tuple(work[key]) for key in ("after", "axis")})
         for work in values["works"]
     ]
-    made = [Allocation(**_checked(Allocation, entry, where)) for entry in values["allocations"]]
-    held = [Held(**_checked(Held, entry, where)) for entry in values["held"]]
+    allocations = [Allocation(**_checked(Allocation, entry, where)) for entry in values["allocations"]]
+    usage = [Held(**_checked(Held, entry, where)) for entry in values["held"]]
     peak = Held(**_checked(Held, values["peak"], where))
-    numbers = [values["mesh"], values["host"], values["disk"], *(entry.kinds for entry in (*held, peak))]
-    if not all(isinstance(number, int) for each in numbers for number in each.values()):
+    numbers = [values["mesh"], values["host"], values["disk"], *(entry.kinds for entry in (*usage, peak))]
+    if not all(isinstance(number, int) for group in numbers for number in group.values()):
         raise TypeError("sizes are numbers")
-    more = {"works": works, "held": held, "allocations": made, "assumed": values["assumed"]}
+    more = {"works": works, "held": usage, "allocations": allocations, "assumed": values["assumed"]}
     return values | {key: tuple(value) for key, value in more.items()} | {"peak": peak}
 
 
 _Known = tuple[str, tuple[str, ...], str, str, int, bool, bool]
-"""What a plan and a ledger both know of a collective."""
+"""The facts about a collective that a plan and a ledger share."""
 
 
-def _told(entry: _Known) -> str:
+def _describe_collective(entry: _Known) -> str:
     kind, axis, stage, dtype, sent, scheduled, backward = entry
     when = f"{'scheduled' if scheduled else 'unscheduled'} in {'backward' if backward else 'forward'}"
     return f"{kind} of {sent} bytes of {dtype} over {' x '.join(axis) or 'ranks'} for stage {stage!r}, {when}"
@@ -342,17 +342,17 @@ def _less(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
 
 
 def _by_kind(works: Iterable[Work], attribute: str) -> dict[str, int]:
-    """Sums of an attribute, or numbers of works, by kind."""
+    """Returns the sum of an attribute, or the number of works, by kind."""
     sums = Counter[str]()
     for work in works:
         sums[work.kind] += getattr(work, attribute) if attribute else 1
     return dict(sums)
 
 
-def _checked(kind: type, found: Any, where: str) -> dict[str, Any]:
-    """The fields of a value in a file, all of which are there and known."""
+def _checked(kind: type, content: Any, where: str) -> dict[str, Any]:
+    """Returns the fields of a value in a file, after checking that none is missing or unknown."""
     names = {field.name for field in fields(kind)}
-    if not isinstance(found, dict) or found.keys() != names:
-        differs = sorted(names ^ found.keys()) if isinstance(found, dict) else [str(found)[:40]]
+    if not isinstance(content, dict) or content.keys() != names:
+        differs = sorted(names ^ content.keys()) if isinstance(content, dict) else [str(content)[:40]]
         raise ValueError(f"{where}: {kind.__name__} has the fields {sorted(names)}; it differs in {differs[:4]}")
-    return dict(found)
+    return dict(content)

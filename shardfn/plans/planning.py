@@ -59,11 +59,11 @@ def planning(ranks: int, rank: int = 0, *, per_node: int = 8) -> Iterator[Device
     Example:
         ``with sf.planning(ranks=1024): mesh = sf.make_mesh(replica=128, shard=8); ...; print(sf.plan(step, params))``
     """
-    for name, number, least in (("ranks", ranks, 1), ("rank", rank, 0), ("per_node", per_node, 1)):
-        if type(number) is not int:
-            raise TypeError(f"planning: {name}={short(repr(number))}; it is a whole number")
-        if number < least:
-            raise ValueError(f"planning: {name}={number}; it is at least {least}")
+    for name, value, minimum in (("ranks", ranks, 1), ("rank", rank, 0), ("per_node", per_node, 1)):
+        if type(value) is not int:
+            raise TypeError(f"planning: {name} must be an integer, got {short(repr(value))}")
+        if value < minimum:
+            raise ValueError(f"planning: {name} must be at least {minimum}, got {value}")
     if _open:
         raise RuntimeError("planning: such a block is open already: plan one after another")
     if rank >= ranks:
@@ -79,7 +79,7 @@ def planning(ranks: int, rank: int = 0, *, per_node: int = 8) -> Iterator[Device
         planning_on(device.name, recorder),
         _collecting_little(),
     ):
-        _forget()
+        _clear_caches()
         recorder.device = device
         _open.append((recorder, per_node))
         try:
@@ -87,11 +87,11 @@ def planning(ranks: int, rank: int = 0, *, per_node: int = 8) -> Iterator[Device
                 yield device
         finally:
             _open.clear()
-            _forget()
+            _clear_caches()
 
 
-def _forget() -> None:
-    """Drops what is kept for devices of this name: another's memory would not be seen."""
+def _clear_caches() -> None:
+    """Drops caches for devices of this name: the memory of another such device would not be seen."""
     devices.forget()
     transfers.buffers.forget()
 
@@ -101,7 +101,7 @@ _open: list[tuple[PlanRecorder, int]] = []
 
 @contextlib.contextmanager
 def _collecting_little() -> Iterator[None]:
-    """A context in which the garbage collector looks only at what is made inside: all of torch takes it long."""
+    """A context in which the garbage collector visits only new objects: those of torch take it long."""
     if gc.get_freeze_count():  # someone else uses this
         yield
         return
@@ -159,20 +159,20 @@ def plan(step: Callable[..., Any], *args: Any, mesh: DeviceMesh | None = None, *
         )
     if mesh is not None:
         sizes(mesh)  # which refuses what is no mesh
-    given = named(step, args, kwargs)
-    parameters = mark(recorder, given)
+    arguments = named(step, args, kwargs)
+    parameters = mark(recorder, arguments)
     with devices.without_collector(), replacing.taken_for_real(), _explained(recorder):
         step(*args, **kwargs)
         gc.collect()
         before = {block: block.nbytes for block in recorder.blocks.values()}
         with recorder.listening():
             result = step(*args, **kwargs)
-    return plan_of(recorder, per_node, step, mesh_for("plan", mesh, given), parameters, before, result)
+    return plan_of(recorder, per_node, step, mesh_for("plan", mesh, arguments), parameters, before, result)
 
 
 @contextlib.contextmanager
 def _explained(recorder: PlanRecorder) -> Iterator[None]:
-    """A context in which an error says what was assumed before: it may come from that."""
+    """A context that adds to an error the assumptions made before, from which it may come."""
     recorder.assumed.clear()
     try:
         yield
@@ -185,10 +185,10 @@ def _explained(recorder: PlanRecorder) -> Iterator[None]:
         raise
 
 
-def mesh_for(what: str, mesh: DeviceMesh | None, given: Any) -> DeviceMesh | None:
-    """Returns the mesh that a step is about: the one passed, or that of the flat shards among its arguments."""
-    if mesh is None and (flats := flat_shards(given)):
-        return mesh_of(flats[0].layout.grid, what)
+def mesh_for(caller: str, mesh: DeviceMesh | None, arguments: Any) -> DeviceMesh | None:
+    """Returns the mesh of a step: the one passed, or that of the flat shards among its arguments."""
+    if mesh is None and (flats := flat_shards(arguments)):
+        return mesh_of(flats[0].layout.grid, caller)
     return mesh if mesh is not None else current_mesh()
 
 
@@ -201,7 +201,7 @@ def plan_of(
     before: dict[MemoryBlock, int],
     result: Any,
 ) -> Plan:
-    """Returns what a recorder noted of a step.
+    """Returns the plan of a recorded step.
 
     Args:
         recorder: which listened to it.
@@ -213,37 +213,37 @@ def plan_of(
         result: what the step returned.
     """
     returned = {recorder.find(x) for x in optree.tree_leaves(result) if isinstance(x, Tensor)}
-    course = course_of(recorder.events, before, returned, len(recorder.works) - 1)
-    launched = (draft.stream for draft in recorder.works if draft.stream != HOST)
+    memory_course = course_of(recorder.events, before, returned, len(recorder.works) - 1)
+    launched = (open_work.stream for open_work in recorder.works if open_work.stream != HOST)
     streams = dict.fromkeys([recorder.device.defaults[0], *launched])
-    order = {stream: number for number, stream in enumerate(streams)}
+    order = {stream: index for index, stream in enumerate(streams)}
     return Plan(
         name=getattr(step, "__qualname__", type(step).__name__),
         mesh={} if mesh is None else sizes(mesh),
         rank=process_groups.global_rank(),
-        works=tuple(draft.work(per_node, order) for draft in recorder.works),
+        works=tuple(open_work.work(per_node, order) for open_work in recorder.works),
         parameters=parameters,
         assumed=tuple(recorder.assumed),
-        **course._asdict(),
+        **memory_course._asdict(),
     )
 
 
 def named(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
-    """The arguments, by the names of the step's parameters."""
+    """Returns the arguments, by the names of the step's parameters."""
     try:
         bound = inspect.signature(step).bind(*args, **kwargs)
     except (TypeError, ValueError):  # it has no signature, or does not take these, as the call will tell
         return [(f"argument {i}", x) for i, x in enumerate(args)] + list(kwargs.items())
-    found: list[tuple[str, Any]] = []
+    arguments: list[tuple[str, Any]] = []
     for name, value in bound.arguments.items():
         kind = bound.signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_POSITIONAL:
-            found += [(f"{name}[{i}]", x) for i, x in enumerate(value)]
+            arguments += [(f"{name}[{i}]", x) for i, x in enumerate(value)]
         elif kind is inspect.Parameter.VAR_KEYWORD:
-            found += list(value.items())
+            arguments += list(value.items())
         else:
-            found.append((name, value))
-    return found
+            arguments.append((name, value))
+    return arguments
 
 
 # --- what the arguments of a step are ---
@@ -255,19 +255,19 @@ _NAMES = {
 }
 
 
-def mark(recorder: PlanRecorder, given: Sequence[tuple[str, Any]]) -> int:
-    """Notes for the memory of a step's arguments what it is; returns the number of elements of all parameters.
+def mark(recorder: PlanRecorder, arguments: Sequence[tuple[str, Any]]) -> int:
+    """Records the kinds of a step's arguments; returns the number of elements of all parameters.
 
     Args:
         recorder: where it is noted.
-        given: the arguments, by name.
+        arguments: by name.
     """
-    numbers: dict[Any, int] = {}
-    found = False
-    for name, tree in given:
+    numel_by_param: dict[Any, int] = {}
+    has_sharded = False
+    for name, tree in arguments:
         sharded = any(is_flat(node) for _, node in _nodes(tree))
-        default = "parameters" if sharded and not found else ""
-        found |= sharded
+        default = "parameters" if sharded and not has_sharded else ""
+        has_sharded |= sharded
         for path, node in _nodes(tree):
             # What the argument's name says, or that of a part of it: `state.params` are parameters.
             parts = (*path[:1], name) if _matching(name) == "optimizer" else (name, *path[:1])
@@ -277,8 +277,8 @@ def mark(recorder: PlanRecorder, given: Sequence[tuple[str, Any]]) -> int:
                 if block is not None and not block.kind:
                     block.kind, block.place = kind, SourceLocation("forward", "", name)
             if kind == "parameters":
-                numbers |= _numbers(node)
-    return sum(numbers.values())
+                numel_by_param |= _numbers(node)
+    return sum(numel_by_param.values())
 
 
 def _matching(name: str) -> str:
@@ -292,7 +292,7 @@ def _nodes(tree: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 def _numbers(node: Any) -> dict[Any, int]:
-    """The number of elements of each parameter of a node, on all ranks."""
+    """Returns the number of elements of each parameter of a node, on all ranks."""
     if is_flat(node):
         layout = node.layout
         return {(layout.stage, entry.path): math.prod(layout.meant_shape(i)) for i, entry in enumerate(layout.entries)}

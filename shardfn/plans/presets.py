@@ -49,22 +49,22 @@ _PROTOCOLS = ((6.6, 0.6, 2.7, 0.25), (14.0, 1.9, 4.0, 0.92), (8.4, 3.4, 14.0, 1.
 _SIZES = tuple(2.0**k for k in range(10, 36))
 
 
-def _latency(operation: str, nodes: int, own: int, start: float, near: float, far: float) -> float:
+def _latency(operation: str, nodes: int, per_node: int, start: float, near: float, far: float) -> float:
     """Returns the microseconds of a ring; an all-reduce takes a tree if that is shorter."""
-    ring = (nodes * own - nodes) * near + (nodes - 1) * far if nodes > 1 else (own - 1) * near
+    ring = (nodes * per_node - nodes) * near + (nodes - 1) * far if nodes > 1 else (per_node - 1) * near
     if operation != "all_reduce":
         return start + ring
-    return start + 2 * min(ring, (own - 1) * near + math.log2(nodes) * far)
+    return start + 2 * min(ring, (per_node - 1) * near + math.log2(nodes) * far)
 
 
-def _curve(operation: str, nodes: int, own: int, bandwidth: float, least: float) -> Curve:
+def _curve(operation: str, nodes: int, per_node: int, bandwidth: float, min_latency: float) -> Curve:
     """Returns the times of the best protocol for each size; `bandwidth` is in GB that a rank sends a second."""
 
     def seconds(sent: float) -> float:
-        if least:
-            return least * 1e-6 + sent / (bandwidth * 1e9)
+        if min_latency:
+            return min_latency * 1e-6 + sent / (bandwidth * 1e9)
         return min(
-            _latency(operation, nodes, own, start, near, far) * 1e-6 + sent / (part * bandwidth * 1e9)
+            _latency(operation, nodes, per_node, start, near, far) * 1e-6 + sent / (part * bandwidth * 1e9)
             for start, near, far, part in _PROTOCOLS
         )
 
@@ -76,11 +76,11 @@ def _tables(near: float, far: float) -> dict[str, dict[tuple[int, int], Curve]]:
     """Returns the tables of H100s, with bandwidths within a node and between nodes multiplied by factors."""
     curves: dict[str, dict[tuple[int, int], Curve]] = {}
     for operation, figures in _WHOLE.items():
-        for (nodes, own), whole, least in zip(_OF_RANKS, figures, _LEAST, strict=True):
-            share = (1 - 1 / (nodes * own)) * (2 if operation == "all_reduce" else 1)
-            sent = whole * share * (near if nodes == 1 else far)
-            curve = _curve(operation, nodes, own, sent, least if operation == "all_to_all" else 0.0)
-            curves.setdefault(operation, {})[nodes, own] = curve
+        for (nodes, per_node), algbw, min_latency in zip(_OF_RANKS, figures, _LEAST, strict=True):
+            share = (1 - 1 / (nodes * per_node)) * (2 if operation == "all_reduce" else 1)
+            sent = algbw * share * (near if nodes == 1 else far)
+            curve = _curve(operation, nodes, per_node, sent, min_latency if operation == "all_to_all" else 0.0)
+            curves.setdefault(operation, {})[nodes, per_node] = curve
     # A gather of two ranks is a message from each to the other.
     curves["send"] = {spread: curves["all_gather"][spread] for spread in ((1, 2), (2, 1))}
     return curves
@@ -95,7 +95,7 @@ def links(name: str) -> Links:
     Raises:
         ValueError: there is none of this name.
     """
-    near, far, copying, source = _found("links", name, _LINKS)
+    near, far, copying, source = _preset("links", name, _LINKS)
     return Links(name, source, _tables(near, far), copying)
 
 
@@ -108,14 +108,14 @@ def chip(name: str) -> Chip:
     Raises:
         ValueError: there is none of this name.
     """
-    return _found("chip", name, CHIPS)
+    return _preset("chip", name, CHIPS)
 
 
-def _found(what: str, name: str, known: dict[str, T]) -> T:
+def _preset(kind: str, name: str, known: dict[str, T]) -> T:
     if name not in known:
         raise ValueError(
-            f"{what}: there is no {short(repr(name))}, only {listed(known)}; from a file comes "
-            f"{what.capitalize()}.load(path)"
+            f"{kind}: there is no {short(repr(name))}, only {listed(known)}; from a file comes "
+            f"{kind.capitalize()}.load(path)"
         )
     return known[name]
 

@@ -1,4 +1,4 @@
-"""What consists of lines of words: on a terminal, in a notebook, and how a picture of it is saved."""
+"""Output in lines of styled text: on a terminal, in a notebook, and saved as a picture."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MONO = "white-space:pre;overflow-x:auto;line-height:1.25;font-family:Menlo,'Deja
 
 
 class Printed:
-    """What displays itself at a prompt and in a notebook, in color if rich is installed; its `str` is plain text."""
+    """A value that displays itself in prompts and notebooks, in color if rich is installed."""
 
     def _lines(self, width: int) -> Iterable[Line]:
         """Returns the lines, of at most `width` columns if words allow it."""
@@ -32,7 +32,7 @@ class Printed:
     def text(self, width: int | None = None) -> str:
         """Returns the text, in lines of at most `width` columns if words allow it. Default: the terminal's width."""
         lines = self._lines(width or _columns())
-        return "\n".join("".join(word for word, _ in line).rstrip() for line in lines)
+        return "\n".join("".join(text for text, _ in line).rstrip() for line in lines)
 
     def __str__(self) -> str:
         return self.text()
@@ -70,19 +70,19 @@ def _columns() -> int:
     return shutil.get_terminal_size((WIDE, 24)).columns
 
 
-def need_matplotlib(what: str) -> None:
+def need_matplotlib(caller: str) -> None:
     """Raises the error that names the extra, if matplotlib is missing."""
     if find_spec("matplotlib") is None:
         raise ModuleNotFoundError(
-            f"{what}: pictures need matplotlib, which is in the extra examples: pip install '.[examples]'",
+            f"{caller}: pictures need matplotlib, which is in the extra examples: pip install '.[examples]'",
             name="matplotlib",
         )
 
 
-def save_figure(what: str, figure: Figure, path: str | os.PathLike[str]) -> None:
+def save_figure(caller: str, figure: Figure, path: str | os.PathLike[str]) -> None:
     """Writes a picture in the format given by the file name's suffix, or raises the error that names some."""
     formats = figure.canvas.get_supported_filetypes()
-    ending = local_path(path, f"{what}: path").suffix.removeprefix(".").lower()
+    ending = local_path(path, f"{caller}: path").suffix.removeprefix(".").lower()
     if ending not in formats:
-        raise ValueError(f"{what}: {os.fspath(path)!r} names no kind of picture: end it in .svg, .png or .pdf")
+        raise ValueError(f"{caller}: {os.fspath(path)!r} names no kind of picture: end it in .svg, .png or .pdf")
     figure.savefig(path, dpi=150)

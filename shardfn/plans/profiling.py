@@ -1,4 +1,4 @@
-"""Profiles a step: it runs once, on its ranks and with its numbers, and when each work begins and ends is noted.
+"""Profiles a step: runs it once, for real, and records when each work begins and ends.
 
 What is noted is the same as in a plan, by the same code. A collective lasts from when it is issued until something has
 waited for it, so it is seen how far ahead of need it is issued.
@@ -41,7 +41,7 @@ _STREAM = 1  # the number of the device's own stream among drafts, where 0 is th
 
 @dataclass(frozen=True, repr=False)
 class Profile(Plan):
-    """What one rank did and held in a step that ran, with the attributes of a `Plan`.
+    """The works and memory of one rank in a step that ran, with the attributes of a `Plan`.
 
     Attributes:
         begins: seconds from the start of the step at which each work began, by its position.
@@ -52,9 +52,9 @@ class Profile(Plan):
     ends: tuple[float, ...] = ()
 
     @property
-    def told(self) -> str:
-        """What pictures call it."""
-        return f"{super().told}, measured"
+    def title(self) -> str:
+        """Label in plots."""
+        return f"{super().title}, measured"
 
 
 @short_errors
@@ -95,22 +95,22 @@ def profile_step(
         raise RuntimeError("profile_step: inside planning(...) nothing runs: use plan(step, ...) there")
     if waiting.ended:
         raise RuntimeError("profile_step: another profile is being made in this process: let it end first")
-    given = named(step, args, kwargs)
-    mesh = mesh_for("profile_step", mesh, given)
+    arguments = named(step, args, kwargs)
+    mesh = mesh_for("profile_step", mesh, arguments)
     timer = _Timer(torch.device("cpu") if mesh is None else device_of(mesh))
-    parameters = mark(timer, given)
+    parameters = mark(timer, arguments)
     before = {block: block.nbytes for block in timer.blocks.values()}
     with timer.listening():
         result = step(*args, **kwargs)
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size() if dist.is_initialized() else 1))
-    kept = timer.kept(before, result)
-    return timer.profile(plan_of(timer, per_node, step, mesh, parameters, before | kept, result)), result
+    reused = timer.reused_buffers(before, result)
+    return timer.profile(plan_of(timer, per_node, step, mesh, parameters, before | reused, result)), result
 
 
 class HostClock:
     """Marks moments of the host."""
 
-    now = staticmethod(time.perf_counter)
+    mark = staticmethod(time.perf_counter)
 
     def stream(self) -> int:
         """Returns the number of the current stream."""
@@ -127,7 +127,7 @@ class DeviceClock:
     def __init__(self, device: torch.device) -> None:
         self.module, self.device = torch.get_device_module(device), device
 
-    def now(self) -> Any:
+    def mark(self) -> Any:
         """Marks when the current stream comes here."""
         event = self.module.Event(enable_timing=True)
         event.record(self.module.current_stream(self.device))
@@ -144,7 +144,7 @@ class DeviceClock:
 
 
 class _Timer(PlanRecorder):
-    """A recorder of what runs, which also notes when each work began and ended."""
+    """A recorder of a running step, which also notes when each work began and ended."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -153,12 +153,12 @@ class _Timer(PlanRecorder):
         self.spans: dict[OpenWork, list[Any]] = {}
         self.under_way: list[OpenWork] = []
         clocks = SimpleNamespace(all=dict, known=lambda stream: {}, marked=set())
-        own = SimpleNamespace(clocks=clocks, defaults=[_STREAM], stream=self.clock.stream)
-        self.device = cast(Device, own)
+        stand_in = SimpleNamespace(clocks=clocks, defaults=[_STREAM], stream=self.clock.stream)
+        self.device = cast(Device, stand_in)
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """A context in which it is told of operations, of what the ledger hears, and of waits."""
+        """A context in which operations, collectives and waits are recorded."""
         waiting.ended.append(self.waited)
         try:
             with super().listening(), _OperationTimer(self):
@@ -173,23 +173,23 @@ class _Timer(PlanRecorder):
             draft = self._announced.pop()
             self.works.append(draft)
             self.under_way.append(draft)
-            begin = self.clock.now()
+            begin = self.clock.mark()
             self.spans[draft] = [begin, begin]
 
     def waited(self, wait: waiting.on) -> None:
-        """Ends the collectives that were waited for: all that the program issued in its order, or those of a stage."""
+        """Ends the awaited collectives: all that the program issued in order, or those of a stage."""
         with self._lock:
             for draft in list(self.under_way):
                 record = draft.record
                 assert record is not None, "what is under way is a collective"
                 if not record.scheduled or (record.op == wait.what and wait.of in ("", record.stage)):
-                    self.spans[draft][1] = self.clock.now()
+                    self.spans[draft][1] = self.clock.mark()
                     self.under_way.remove(draft)
 
     def happened(self, func: Any, args: Any, kwargs: Any, out: Any, begin: Any) -> None:
         """Notes an operation that began then, and ends now."""
         with self._lock:
-            end = self.clock.now()
+            end = self.clock.mark()
             if func.namespace in _COLLECTIVES:
                 if self.works and self.works[-1].record is not None:  # others compare ranks, or connect them
                     self.works[-1].launches += 1
@@ -198,25 +198,26 @@ class _Timer(PlanRecorder):
                     if isinstance(x, Tensor):
                         self.held(x)
                 return
-            given = [x for x in args if isinstance(x, Tensor)]
-            copies = isinstance(out, Tensor) and given and given[-1].device.type != out.device.type
-            moved = given[-1] if copies else None  # to a device of another kind
-            if moved is None:
+            inputs = [x for x in args if isinstance(x, Tensor)]
+            copies = isinstance(out, Tensor) and inputs and inputs[-1].device.type != out.device.type
+            source = inputs[-1] if copies else None  # to a device of another kind
+            if source is None:
                 self.ran(func, args, kwargs, out)
             else:
-                self.copied(out, moved)
-            if self._on and self.works and (moved is not None or launches(func)):
+                self.copied(out, source)
+            if self._on and self.works and (source is not None or launches(func)):
                 self.spans.setdefault(self.works[-1], [begin, end])[1] = end
 
-    def kept(self, before: dict[MemoryBlock, int], result: Any) -> dict[MemoryBlock, int]:
-        """Returns buffers of earlier steps, with their bytes: those that the step used and neither took nor returned.
+    def reused_buffers(self, before: dict[MemoryBlock, int], result: Any) -> dict[MemoryBlock, int]:
+        """Returns the bytes of buffers that the step reused from earlier steps.
 
         They were first heard of when the step wrote to them, and are taken to be there from the beginning.
         """
         returned = {self.find(x) for x in optree.tree_leaves(result) if isinstance(x, Tensor)}
-        kept = {block: block.nbytes for block in self.blocks.values() if block not in before and block not in returned}
-        self.events = [event for event in self.events if event[2] not in kept]
-        return kept
+        new = (block for block in self.blocks.values() if block not in before)
+        reused = {block: block.nbytes for block in new if block not in returned}
+        self.events = [event for event in self.events if event[2] not in reused]
+        return reused
 
     def profile(self, plan: Plan) -> Profile:
         """Returns a plan with the times of its works."""
@@ -224,7 +225,7 @@ class _Timer(PlanRecorder):
         seconds = self.clock.seconds([mark for span in spans for mark in span]) if spans else []
         first = min(seconds[::2], default=0.0)
         begins, ends = (tuple(t - first for t in times) for times in (seconds[::2], seconds[1::2]))
-        works = tuple(_apart(plan.works, begins, ends))
+        works = tuple(_assign_streams(plan.works, begins, ends))
         return Profile(**vars(plan) | {"works": works, "begins": begins, "ends": ends})
 
 
@@ -236,14 +237,14 @@ class _OperationTimer(modes.Watching):
         self.timer = timer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, begin = kwargs or {}, self.timer.clock.now()
+        kwargs, begin = kwargs or {}, self.timer.clock.mark()
         out = func(*args, **kwargs)
         self.timer.happened(func, args, kwargs, out, begin)
         return out
 
 
-def _apart(works: Sequence[Work], begins: Sequence[float], ends: Sequence[float]) -> Iterator[Work]:
-    """Gives collectives of a kind that are under way at the same time streams of their own."""
+def _assign_streams(works: Sequence[Work], begins: Sequence[float], ends: Sequence[float]) -> Iterator[Work]:
+    """Yields the works with a separate stream for each of several concurrent collectives of a kind."""
     first = max((work.stream for work in works), default=0) + 1
     streams: dict[str, list[int]] = {}  # of each kind
     free: dict[int, float] = {}
@@ -251,10 +252,10 @@ def _apart(works: Sequence[Work], begins: Sequence[float], ends: Sequence[float]
         if work.kind in ("compute", "copy"):
             yield work
             continue
-        mine = streams.setdefault(lane_of(work), [])
-        stream = next((one for one in mine if free[one] <= begin), None)
+        kind_streams = streams.setdefault(lane_of(work), [])
+        stream = next((candidate for candidate in kind_streams if free[candidate] <= begin), None)
         if stream is None:
             stream = first + len(free)
-            mine.append(stream)
+            kind_streams.append(stream)
         free[stream] = end
         yield dataclasses.replace(work, stream=stream)

@@ -1,4 +1,4 @@
-"""Records what a program does on a simulated device: its works in order, and the memory that is held meanwhile."""
+"""Records a program on a simulated device: its works in order, and the memory held meanwhile."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class OpenWork:
     ranks: tuple[int, ...] = ()
 
     def work(self, per_node: int, order: dict[int, int]) -> Work:
-        """Returns it as it is in a plan; `order` numbers the streams."""
+        """Returns the finished work of a plan; `order` numbers the streams."""
         record = self.record
         return Work(
             self.kind, self.stage, self.phase, order.get(self.stream, 0), tuple(sorted(self.after)), self.launches,
@@ -83,7 +83,7 @@ Event = tuple[int, int, MemoryBlock]
 
 
 class _Records(list[Record]):
-    """A ledger's records, each of which is told to a recorder."""
+    """A ledger's records, each of which is passed on to a recorder."""
 
     def __init__(self, recorder: PlanRecorder) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class _Records(list[Record]):
 
 
 class PlanRecorder(Listener):
-    """Is told by the device what a program does.
+    """Records a program, as the device reports it.
 
     Attributes:
         kind: the kind of device whose memory is told from the host's.
@@ -121,7 +121,7 @@ class PlanRecorder(Listener):
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """A context: what is launched inside is noted, and nothing that came before."""
+        """A context in which launches are recorded, after a reset."""
         self._begin()
         self._known |= {stream: dict(clock) for stream, clock in self.device.clocks.all().items()}
         with ledger() as log:
@@ -134,7 +134,7 @@ class PlanRecorder(Listener):
                 self.works += self._announced
 
     def paused(self) -> Any:
-        """A context: what is launched inside is not noted."""
+        """A context in which launches are not recorded."""
         return replaced(self, _on=False)
 
     def _begin(self) -> None:
@@ -151,17 +151,17 @@ class PlanRecorder(Listener):
             return
         with self._lock:
             outs = [x for x in tensors_in(out) if x.device.type == self.kind]
-            given = [x for x in tensors_in(args, kwargs) if x.device.type == self.kind]
-            new = [x for x in (*outs, *given) if self._changed(x)]
+            inputs = [x for x in tensors_in(args, kwargs) if x.device.type == self.kind]
+            new = [x for x in (*outs, *inputs) if self._changed(x)]
             counts = self._on and launches(func)
             if not counts and not new:
                 return
-            place = self.places.here(attribution.stage)
+            place = self.places.current_location(attribution.stage)
             if counts:
                 draft = self._open("compute", place)
                 draft.moved += traffic_of(func, args, kwargs, out)
                 if flops := flops_of(func, args, kwargs, out):
-                    draft.flops[str(given[0].dtype).removeprefix("torch.")] += flops
+                    draft.flops[str(inputs[0].dtype).removeprefix("torch.")] += flops
             for x in new:
                 self._hold(x, place)
 
@@ -169,7 +169,7 @@ class PlanRecorder(Listener):
         """Notes a copy between the host and the device."""
         with self._lock:
             if self._on:
-                self._open("copy", self.places.here(attribution.stage), into.nbytes)
+                self._open("copy", self.places.current_location(attribution.stage), into.nbytes)
             self.held(into)
 
     def sent(self, group: str, stream: int) -> None:
@@ -184,8 +184,8 @@ class PlanRecorder(Listener):
                 self.works.append(draft)
                 position = len(self.works) - 1
             else:  # several may make up one that the ledger knows
-                found = (i for i in range(len(self.works) - 1, -1, -1) if self.works[i].record is not None)
-                position = next((i for i in found if self.works[i].stream == stream), -1)
+                candidates = (i for i in range(len(self.works) - 1, -1, -1) if self.works[i].record is not None)
+                position = next((i for i in candidates if self.works[i].stream == stream), -1)
                 if position < 0:
                     return  # it connects ranks, or compares them: it is no part of the program
             self.works[position].launches += 1
@@ -209,13 +209,13 @@ class PlanRecorder(Listener):
     def assume(self, what: str) -> None:
         """Notes something that depends on numbers, with the line of the user's code."""
         with self._lock:
-            self.assumed[f"{what} at {self.places.here('').where}"] = None
+            self.assumed[f"{what} at {self.places.current_location('').where}"] = None
 
     def held(self, x: Tensor) -> None:
         """Notes memory."""
         with self._lock:
             if self._changed(x):
-                self._hold(x, self.places.here(attribution.stage))
+                self._hold(x, self.places.current_location(attribution.stage))
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Notes that memory was freed, or allocated, for a storage that is known."""
@@ -226,11 +226,11 @@ class PlanRecorder(Listener):
                 block.nbytes = storage.nbytes()
 
     def recorded(self, entry: Record) -> None:
-        """Notes what the ledger has heard of."""
+        """Records a collective that the ledger announces."""
         with self._lock:
             if not self._on:
                 return
-            place = self.places.here(entry.stage)
+            place = self.places.current_location(entry.stage)
             phase = place.phase if place.phase == "update" else "backward" if entry.backward else place.phase
             draft = OpenWork(entry.op, entry.stage, phase, HOST, place.where, sent=entry.bytes, record=entry)
             self._announced.append(draft)
@@ -238,7 +238,7 @@ class PlanRecorder(Listener):
     # --- works ---
 
     def _open(self, kind: str, place: SourceLocation, sent: int = 0) -> OpenWork:
-        """The work to which an operation belongs: the last one if nothing comes between, or a new one."""
+        """Returns the work for an operation: the last one if nothing comes between, or a new one."""
         clocks, stream, stage = self.device.clocks, self.device.stream(), attribution.stage
         waits = self._waits(stream)
         last = self.works[-1] if self.works else None
@@ -266,17 +266,17 @@ class PlanRecorder(Listener):
         self.device.clocks.marked.discard(stream)
 
     def _waits(self, stream: int) -> set[int]:
-        """The works of other streams that came to be before what this stream does next since its last work."""
-        known, found = self._known[stream], set()
+        """Returns the works of other streams for which this stream has begun to wait since its last work."""
+        known, awaited = self._known[stream], set()
         for other, time in self.device.clocks.known(stream).items():
             if other in (stream, HOST) or known.get(other, 0) >= time:
                 continue
             known[other] = time
             times, positions = self._times[other]
-            at = bisect.bisect_right(times, time) - 1
-            if at >= 0:
-                found.add(positions[at])
-        return found
+            index = bisect.bisect_right(times, time) - 1
+            if index >= 0:
+                awaited.add(positions[index])
+        return awaited
 
     # --- memory ---
 
@@ -315,7 +315,7 @@ class PlanRecorder(Listener):
             self.events.append((len(self.works) - 1, change, block))
 
     def find(self, x: Tensor) -> MemoryBlock | None:
-        """The memory of a tensor of the device, or of the host's, which is noted if it was not yet."""
+        """Returns the memory of a tensor on the device or host, after recording it if it is new."""
         if x.device.type not in (self.kind, "cpu"):
             return None
         with self._lock:

@@ -1,4 +1,4 @@
-"""Shows who holds what of a tree on a mesh: on a terminal, in a notebook, or as a picture.
+"""Shows which ranks hold which parts of a tree: on a terminal, in a notebook, or as a picture.
 
 It is lines of text; each line consists of words with a style for the terminal.
 """
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardfn.compat import process_groups
 from shardfn.mesh.grid import Grid
 from shardfn.plans.drawing import colors, over
-from shardfn.plans.holdings import BytesByKind, Flat, MeshSection, Stage, owners, pieces_of, sections, word
+from shardfn.plans.holdings import BytesByKind, Flat, MeshSection, Stage, dtype_name, owners, pieces_of, sections
 from shardfn.plans.printed import WIDE, Line, Printed, need_matplotlib, save_figure
 from shardfn.quoting import byte_count
 from shardfn.shards.layout import Layout, Range
@@ -64,7 +64,7 @@ def show(tree: Any, mesh: DeviceMesh | None = None) -> Shown:
 
 
 class Shown(Printed):
-    """Who holds what.
+    """The contents of each rank of a mesh.
 
     Attributes:
         sections: the contents, mesh by mesh.
@@ -75,10 +75,10 @@ class Shown(Printed):
 
     def nbytes(self, rank: int) -> int:
         """Returns the bytes that a rank holds, padding included; a plain tensor counts as it does here."""
-        held = [section.held for section in self.sections]
-        if not any(rank in section for section in held):
+        by_section = [section.bytes_by_rank for section in self.sections]
+        if not any(rank in section for section in by_section):
             raise ValueError(f"show: rank {rank} is on none of the meshes")
-        return sum(sum(section[rank]) for section in held if rank in section)
+        return sum(sum(section[rank]) for section in by_section if rank in section)
 
     def _lines(self, width: int) -> Iterator[Line]:
         return lines(self.sections, width)
@@ -90,7 +90,7 @@ class Shown(Printed):
             ModuleNotFoundError: matplotlib is missing.
         """
         need_matplotlib("show")
-        return _drawn(list(lines(self.sections, WIDE)))
+        return _draw_lines(list(lines(self.sections, WIDE)))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the picture, in the format given by the file name's suffix: `.svg`, `.png`, `.pdf`.
@@ -102,7 +102,7 @@ class Shown(Printed):
         save_figure("show", self.figure(), path)
 
 
-def _drawn(shown: list[Line]) -> Figure:
+def _draw_lines(shown: list[Line]) -> Figure:
     """Draws lines as a picture, with each word in the columns that it has on a terminal."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
@@ -128,8 +128,8 @@ def _drawn(shown: list[Line]) -> Figure:
 
 def lines(shown: Sequence[MeshSection], width: int) -> Iterator[Line]:
     """Yields all lines."""
-    for number, section in enumerate(shown):
-        if number:
+    for i, section in enumerate(shown):
+        if i:
             yield []
         page = Page(section, colors(section), width)
         yield from page.mesh()
@@ -161,7 +161,7 @@ class Page:
         *outer, (last, columns) = grid.sizes
         cell, names = len(str(max(grid.ranks))) + 2, [name for name, _ in outer]
         rows = list(itertools.product(*(range(size) for _, size in outer)))
-        title = ["  " + " ".join(f"{name} {i}" for name, i in zip(names, at, strict=True)) for at in rows]
+        title = ["  " + " ".join(f"{name} {i}" for name, i in zip(names, position, strict=True)) for position in rows]
         left = max(map(len, title)) + 2
         shown = some_of(columns, min(MOST, max(4, (self.width - left) // (cell + 1))))
         yield [(" " * left + last, "dim")]
@@ -177,8 +177,8 @@ class Page:
             yield line
 
     def _cell(self, rank: int, cell: int) -> tuple[str, str]:
-        mine = " underline" if rank == process_groups.global_rank() else ""
-        return f"{rank:^{cell}}", f"{over(self.color[rank])} on {self.color[rank]}{mine}"
+        underline = " underline" if rank == process_groups.global_rank() else ""
+        return f"{rank:^{cell}}", f"{over(self.color[rank])} on {self.color[rank]}{underline}"
 
     # --- stages ---
 
@@ -215,26 +215,29 @@ class Page:
         shapes = _column([shape_of(layout, i) for i in numbers], self.width // 3)
         left = 2 + len(names[0]) + 2 + len(shapes[0]) + 2
         bar = max(BAR[0], min(BAR[1], (self.width - left) // 2))
-        room = max(self.width - left - bar - 3, 24)
-        held = holders(self.section, layout)
-        shades = {piece: self.color[owning[0]] for piece, owning in held.items()}
-        yield [(" " * left, ""), *self._pieces(layout, held, shades, bar)]
+        max_width = max(self.width - left - bar - 3, 24)
+        ranks_by_piece = holders(self.section, layout)
+        shades = {piece: self.color[owning[0]] for piece, owning in ranks_by_piece.items()}
+        yield [(" " * left, ""), *self._pieces(layout, ranks_by_piece, shades, bar)]
         parts_of = owners(layout) if len(layout.grid.ranks) <= NAMED else None
         for i, name, shape in zip(numbers, names, shapes, strict=True):
             descriptions = held_by(layout, i, None if parts_of is None else parts_of[layout.entries[i].path])
-            who, *more = _broken(descriptions, room)
-            yield [(f"  {name}  ", ""), (f"{shape}  ", "dim"), *_stretch(layout, i, shades, bar), (f"  {who}", "")]
+            head, *more = _broken(descriptions, max_width)
+            yield [(f"  {name}  ", ""), (f"{shape}  ", "dim"), *_stretch(layout, i, shades, bar), (f"  {head}", "")]
             yield from ([(" " * (left + bar + 3) + text, "")] for text in more)
 
-    def _pieces(self, layout: Layout, held: dict[int, list[int]], shades: dict[int, str], bar: int) -> Line:
-        """Returns the buffer cut into its pieces, each with the names of its holders."""
+    def _pieces(self, layout: Layout, ranks_by_piece: dict[int, list[int]], shades: dict[int, str], bar: int) -> Line:
+        """Returns the buffer as a bar of its pieces, each with the names of its holders."""
         if layout.size * 2 > bar:
             return [(f"│{f'{layout.size} pieces':^{bar - 1}}│", "dim")]
         line: Line = []
         for piece in range(layout.size):
             start, stop = (bar * k // layout.size for k in (piece, piece + 1))
             names_ranks = len(layout.grid.ranks) <= NAMED
-            label = ranks(held[piece], layout.grid) if names_ranks else str(piece) if layout.size > 1 else "every rank"
+            if names_ranks:
+                label = ranks(ranks_by_piece[piece], layout.grid)
+            else:
+                label = str(piece) if layout.size > 1 else "every rank"
             label = _cut(label, stop - start - 1)
             line.append((f"│{label:<{stop - start - 1}}", f"{over(shades[piece])} on {shades[piece]}"))
         return [*line, ("│", "dim")]
@@ -242,25 +245,29 @@ class Page:
     # --- totals ---
 
     def totals(self) -> Iterator[Line]:
-        """Yields what each rank holds in total, and the size of the whole."""
+        """Yields the total bytes of each rank, and the full size."""
         section = self.section
         kinds: dict[BytesByKind, list[int]] = {}
-        for rank, held in section.held.items():
-            kinds.setdefault(held, []).append(rank)
-        for held, holders in itertools.islice(kinds.items(), PARTS):
-            amounts = [f"{byte_count(n)} {kind}" for kind, n in held._asdict().items() if n]
+        for rank, held_bytes in section.bytes_by_rank.items():
+            kinds.setdefault(held_bytes, []).append(rank)
+        for held_bytes, holder_ranks in itertools.islice(kinds.items(), PARTS):
+            amounts = [f"{byte_count(n)} {kind}" for kind, n in held_bytes._asdict().items() if n]
             kind = f" ({', '.join(amounts)})" if len(amounts) > 1 else ""
-            yield [(f"{_holders(holders, section)}: ", "bold"), (f"{byte_count(sum(held))}{kind}", "")]
+            yield [(f"{_holders(holder_ranks, section)}: ", "bold"), (f"{byte_count(sum(held_bytes))}{kind}", "")]
         if len(kinds) > PARTS:
-            least, most = min(map(sum, kinds)), max(map(sum, kinds))
+            minimum, maximum = min(map(sum, kinds)), max(map(sum, kinds))
             yield [(f"{len(kinds) - PARTS} more kinds of ranks: ", "bold"),
-                   (f"{byte_count(least)} to {byte_count(most)} each", "")]  # fmt: skip
+                   (f"{byte_count(minimum)} to {byte_count(maximum)} each", "")]  # fmt: skip
         flats = [flat for flat in section.flats if not flat.shared]
         plain = [x for stage in section.stages for x in stage.plain if not x.note.startswith("the same as")]
-        whole, count = sum(stage.whole for stage in section.stages), sum(len(flat.layout.entries) for flat in flats)
+        full_bytes = sum(stage.full_bytes for stage in section.stages)
+        count = sum(len(flat.layout.entries) for flat in flats)
         count, numel = count + len(plain), sum(flat.numbers for flat in flats) + sum(x.numel for x in plain)
-        yield [("the whole: ", "bold"),
-               (f"{byte_count(whole)}, {numel:,} numbers in {count} parameter{'s' * (count != 1)}", "")]  # fmt: skip
+        plural = "s" * (count != 1)
+        yield [
+            ("the whole: ", "bold"),
+            (f"{byte_count(full_bytes)}, {numel:,} numbers in {count} parameter{plural}", ""),
+        ]
 
 
 def _holders(holders: list[int], section: MeshSection) -> str:
@@ -272,8 +279,8 @@ def _holders(holders: list[int], section: MeshSection) -> str:
     if len(grid.ranks) <= NAMED:
         return f"rank{'s' * (len(holders) > 1)} {ranks(holders, grid)}"
     fixed = {name: {grid.index(rank, name) for rank in holders} for name, n in grid.sizes if n > 1}
-    at = ", ".join(f"{name}={min(some)}" for name, some in fixed.items() if len(some) == 1)
-    return f"the {len(holders)} ranks{f' at {at}' if at else ''}"
+    position = ", ".join(f"{name}={min(some)}" for name, some in fixed.items() if len(some) == 1)
+    return f"the {len(holders)} ranks{f' at {position}' if position else ''}"
 
 
 # --- words ---
@@ -282,9 +289,9 @@ def _holders(holders: list[int], section: MeshSection) -> str:
 def described(flat: Flat) -> str:
     """Describes a flat shard: its dtype, and how it is placed."""
     layout, placement = flat.layout, flat.layout.placement
-    words = [word(layout.dtype)]
+    words = [dtype_name(layout.dtype)]
     if flat.itemsize and flat.dtype != layout.dtype:
-        words.append(f"now {word(flat.dtype)}")
+        words.append(f"now {dtype_name(flat.dtype)}")
     words.append("trained" if layout.trainable else "frozen")
     if any(map(layout.packed_at, range(len(layout.entries)))):
         words.append("packed in few bits")
@@ -305,19 +312,19 @@ def described(flat: Flat) -> str:
         return ", ".join([*words, f"the same tensor as {flat.shared}"])
     if not flat.itemsize:
         return ", ".join([*words, "no numbers"])
-    of = f" of {byte_count(flat.whole)}" if flat.layout.size > 1 else ""
-    return ", ".join([*words, f"{byte_count(flat.piece)} a rank{of}".replace(" ", KEPT)])
+    full_size = f" of {byte_count(flat.full_bytes)}" if flat.layout.size > 1 else ""
+    return ", ".join([*words, f"{byte_count(flat.piece)} a rank{full_size}".replace(" ", KEPT)])
 
 
 def _travels(layout: Layout) -> list[str]:
-    """Says what is gathered, in which format, and how long it is kept."""
+    """Returns phrases about gathers and reductions: their formats, and the lifetime of gathered copies."""
     placement, words = layout.placement, list[str]()
     reshard = placement.reshard
     if layout.size > 1 and layout.trainable and isinstance(reshard, tuple):
         words.append(f"backward gathers from a copy over {' x '.join(reshard)}")
     elif layout.size > 1 and layout.trainable:
-        kept = {"step": "the gathered copy kept for the step", False: "the gathered copy kept for backward"}
-        words.append(kept.get(reshard, "gathered again for backward"))
+        policies = {"step": "the gathered copy kept for the step", False: "the gathered copy kept for backward"}
+        words.append(policies.get(reshard, "gathered again for backward"))
     if layout.size > 1 and placement.gather is not None:
         words.append(f"gathered in {placement.gather}")
     if placement.reduce is not None and layout.trainable:
@@ -325,50 +332,51 @@ def _travels(layout: Layout) -> list[str]:
     return words
 
 
-def shape_of(layout: Layout, number: int) -> str:
-    """Returns a parameter's whole shape, with the axes outside the buffer that cut it, or its packed format."""
-    spec, packed = layout.entries[number].spec, layout.packed_at(number)
+def shape_of(layout: Layout, index: int) -> str:
+    """Returns a parameter's full shape, with its spec or its packed format."""
+    spec, packed = layout.entries[index].spec, layout.packed_at(index)
     suffix = f" {spec}" if spec.axes else f" {packed.format}" if packed is not None else ""
-    return f"{list(layout.meant_shape(number))}{suffix}"
+    return f"{list(layout.meant_shape(index))}{suffix}"
 
 
-def held_by(layout: Layout, number: int, parts: dict[Range, list[int]] | None) -> list[str]:
-    """Says who holds which elements of a parameter: by rank if the parts are known, else by position along axes."""
-    whole, unit = layout.whole_shape(number), "bytes" if layout.packed_at(number) else "elements"
+def held_by(layout: Layout, index: int, parts: dict[Range, list[int]] | None) -> list[str]:
+    """Describes the holders of a parameter's elements, by rank if `parts` is given, else by position along axes."""
+    full_shape, unit = layout.whole_shape(index), "bytes" if layout.packed_at(index) else "elements"
     if parts is not None and len(parts) <= PARTS:
-        return [f"{ranks(who, layout.grid)}: {region(part, whole, unit)}" for part, who in parts.items()]
+        return [f"{ranks(owning, layout.grid)}: {region(part, full_shape, unit)}" for part, owning in parts.items()]
     if parts is not None:
         largest = max(part.stop - part.start for part in parts)
-        all_holders = sorted(rank for who in parts.values() for rank in who)
+        all_holders = sorted(rank for holder_ranks in parts.values() for rank in holder_ranks)
         return [f"{ranks(all_holders, layout.grid)}: {len(parts)} parts, up to {largest:,} {unit} each"]
-    pieces = pieces_of(layout, number)
+    pieces = pieces_of(layout, index)
     axes = " x ".join(name for name in layout.placement.axes if layout.grid.size(name) > 1) or "every rank"
     if len(pieces) > PARTS:
         return [f"{axes} {pieces[0]} to {pieces[-1]}: up to {layout.piece:,} {unit} each"]
-    entry, descriptions = layout.entries[number], []
+    entry, descriptions = layout.entries[index], []
     for piece in pieces:
-        start, stop, _ = layout.within(number, piece)
+        start, stop, _ = layout.within(index, piece)
         part = Range(entry.path, start, stop, entry.shape, (0,) * len(entry.shape))
         descriptions.append(f"{f'{axes} {piece}' if layout.size > 1 else axes}: {region(part, entry.shape, unit)}")
     return descriptions
 
 
-def region(part: Range, whole: Sequence[int], unit: str = "elements") -> str:
-    """Describes elements of a parameter, as a slice of it if they are whole rows."""
+def region(part: Range, full_shape: Sequence[int], unit: str = "elements") -> str:
+    """Describes elements of a parameter, as a slice if they are complete rows."""
     numel = math.prod(part.shape)
     if (part.start, part.stop) == (0, numel):
-        return _box(part.corner, part.shape, whole) or "all"
+        return _box(part.corner, part.shape, full_shape) or "all"
     row = numel // part.shape[0]
     if part.start % row == 0 and part.stop % row == 0 and unit == "elements":
         first, last = part.start // row, part.stop // row
-        return _box((part.corner[0] + first, *part.corner[1:]), (last - first, *part.shape[1:]), whole)
-    box = _box(part.corner, part.shape, whole)
+        return _box((part.corner[0] + first, *part.corner[1:]), (last - first, *part.shape[1:]), full_shape)
+    box = _box(part.corner, part.shape, full_shape)
     return f"{unit} {part.start:,}:{part.stop:,}" + f" of {box}" * bool(box)
 
 
-def _box(corner: Sequence[int], shape: Sequence[int], whole: Sequence[int]) -> str:
+def _box(corner: Sequence[int], shape: Sequence[int], full_shape: Sequence[int]) -> str:
     """Formats a part of a tensor as Python slices; empty for all of it."""
-    slices = [":" if n == total else f"{at}:{at + n}" for at, n, total in zip(corner, shape, whole, strict=True)]
+    dims = zip(corner, shape, full_shape, strict=True)
+    slices = [":" if n == total else f"{start}:{start + n}" for start, n, total in dims]
     while slices and slices[-1] == ":":
         slices.pop()
     return f"[{', '.join(slices)}]" if slices else ""
@@ -396,38 +404,38 @@ def holders(section: MeshSection, layout: Layout) -> dict[int, list[int]]:
     return ranks_of
 
 
-def _stretch(layout: Layout, number: int, shades: dict[int, str], bar: int) -> Line:
+def _stretch(layout: Layout, index: int, shades: dict[int, str], bar: int) -> Line:
     """Returns a bar that shows where in the buffer a parameter lies, in the colors of its holders."""
-    entry, padded = layout.entries[number], layout.padded
+    entry, padded = layout.entries[index], layout.padded
     start = min(bar * entry.offset // padded, bar - 1)
     stop = max(start + 1, min(math.ceil(bar * (entry.offset + entry.numel) / padded), bar))
-    pieces = pieces_of(layout, number)
-    middles = ((2 * at + 1) * layout.size // (2 * bar) for at in range(start, stop))
+    pieces = pieces_of(layout, index)
+    middles = ((2 * column + 1) * layout.size // (2 * bar) for column in range(start, stop))
     shown = (shades[min(max(piece, pieces.start), pieces.stop - 1)] for piece in middles)
     mark = "━" if entry.numel else "·"
     line = [(mark * len(list(same_color)), color) for color, same_color in itertools.groupby(shown)]
     return [(" " * start, ""), *line, (" " * (bar - stop + 1), "")]
 
 
-def some_of(count: int, room: int) -> list[int | None]:
-    """Returns the first indices and the last, with None for those between, if `count` does not fit into `room`."""
-    return [*range(count)] if count <= room else [*range(room - 2), None, count - 1]
+def some_of(count: int, limit: int) -> list[int | None]:
+    """Returns the first indices and the last, with None for those between, if `count` is more than `limit`."""
+    return [*range(count)] if count <= limit else [*range(limit - 2), None, count - 1]
 
 
-def _column(words: Sequence[str], most: int) -> list[str]:
-    short = [_cut(word, most) for word in words]
-    return [f"{word:<{max(map(len, short))}}" for word in short]
+def _column(words: Sequence[str], max_width: int) -> list[str]:
+    short = [_cut(text, max_width) for text in words]
+    return [f"{text:<{max(map(len, short))}}" for text in short]
 
 
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: max(most - 1, 0)] + "…"[:most]
+def _cut(text: str, max_width: int) -> str:
+    return text if len(text) <= max_width else text[: max(max_width - 1, 0)] + "…"[:max_width]
 
 
-def _broken(parts: Iterable[str], room: int) -> list[str]:
-    """Joins parts into lines no wider than `room`, without breaking a part."""
+def _broken(parts: Iterable[str], max_width: int) -> list[str]:
+    """Joins parts into lines no wider than `max_width`, without breaking a part."""
     lines: list[str] = []
     for part in parts:
-        if lines and len(lines[-1]) + 3 + len(part) <= room:
+        if lines and len(lines[-1]) + 3 + len(part) <= max_width:
             lines[-1] += f"   {part}"
         else:
             lines.append(part)

@@ -1,4 +1,4 @@
-"""A plan as lines of text: what is held at the peak, what is sent, and what each stage does."""
+"""A plan as lines of text: memory at the peak, collectives, and the work of each stage."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ ROWS = 14  # most rows of a table, of which the rest is one row
 def lines(plan: Plan, width: int) -> Iterator[Line]:
     """Yields all lines; equal stages are one."""
     parts = (_head(plan), _memory(plan), _largest(plan), _collectives(plan), _stages(plan))
-    for number, part in enumerate(filter(None, map(list, parts))):
-        if number:
+    for i, part in enumerate(filter(None, map(list, parts))):
+        if i:
             yield []
         yield from (cut(line, width) for line in part)
 
 
 def _head(plan: Plan) -> Iterator[Line]:
     mesh = ", ".join(f"{name}={size}" for name, size in plan.mesh.items())
-    yield [(plan.told, "bold"), (f" on {mesh or 'no mesh'}: rank {plan.rank} of {math.prod(plan.mesh.values()):,}", "")]
+    ranks = math.prod(plan.mesh.values())
+    yield [(plan.title, "bold"), (f" on {mesh or 'no mesh'}: rank {plan.rank} of {ranks:,}", "")]
     launches, flops = sum(work.launches for work in plan.works), _flops(plan.works)
     by_dtype = ", ".join(f"{amount(n, 'FLOP')} in {dtype}" for dtype, n in flops.items() if n)
     numbers = f"{plan.parameters:,} parameters on all ranks; " if plan.parameters else ""
@@ -49,18 +50,16 @@ def _memory(plan: Plan) -> Iterator[Line]:
             bar = "━" * max(1, round(BAR * nbytes / total))
             yield [(f"  {kind:<14}", ""), (f"{byte_count(nbytes):>10}  ", ""), (bar, colors[kind])]
     yield [(f"  {'all':<14}", "bold"), (f"{byte_count(total):>10}", "bold")]
-    for where, held in (("on the host", plan.host), ("on disk", plan.disk)):
-        for kind, nbytes in held.items():
+    for where, by_kind in (("on the host", plan.host), ("on disk", plan.disk)):
+        for kind, nbytes in by_kind.items():
             if nbytes * 1000 >= total:
                 yield [(f"  {kind:<14}", ""), (f"{byte_count(nbytes):>10}", ""), (f"  {where}, at its own peak", "dim")]
 
 
 def _largest(plan: Plan) -> Iterator[Line]:
     if plan.allocations:
-        found = sorted(plan.allocations, key=lambda one: -one.bytes)
-        rows = [
-            (one.kind, byte_count(one.bytes), f"{one.count:,}", one.stage or "-", one.where or "-") for one in found
-        ]
+        allocations = sorted(plan.allocations, key=lambda entry: -entry.bytes)
+        rows = [(x.kind, byte_count(x.bytes), f"{x.count:,}", x.stage or "-", x.where or "-") for x in allocations]
         yield from table(("largest then", "bytes", "tensors", "stage", "made at"), rows, "lrrll", LARGEST)
 
 
@@ -79,12 +78,12 @@ def _stages(plan: Plan) -> Iterator[Line]:
     of_stage: dict[str, list[Work]] = {}
     for work in plan.works:
         of_stage.setdefault(work.stage, []).append(work)
-    alike: dict[tuple[str, ...], list[str]] = {}
+    stages_by_row: dict[tuple[str, ...], list[str]] = {}
     for stage, works in of_stage.items():
-        alike.setdefault((re.sub(r"\d+", "*", stage), *_row(works)), []).append(stage or "(outside of stages)")
+        stages_by_row.setdefault((re.sub(r"\d+", "*", stage), *_row(works)), []).append(stage or "(outside of stages)")
     rows = [
         (stages[0] if len(stages) == 1 else f"{stages[0]} … {stages[-1]} ({len(stages)} alike)", *key[1:])
-        for key, stages in alike.items()
+        for key, stages in stages_by_row.items()
     ]
     head = ("stage", "operations", "forward", "recompute", "backward", "update", "calls", "sent")
     yield from table(head, rows, "lrrrrrrr", ROWS)
@@ -109,16 +108,16 @@ def _flops(works: Iterable[Work]) -> dict[str, int]:
     return flops
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], align: str, most: int) -> Iterator[Line]:
-    """Yields a heading and at most `most` rows, in columns aligned to the left (l) or right (r)."""
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], align: str, max_rows: int) -> Iterator[Line]:
+    """Yields a heading and at most `max_rows` rows, in columns aligned to the left (l) or right (r)."""
     used = [i for i in range(len(head)) if any(row[i] != "-" for row in rows)]  # a column of nothing is left out
     head, align = [head[i] for i in used], "".join(align[i] for i in used)
     rows = [[row[i] for i in used] for row in rows]
-    shown = rows if len(rows) <= most else rows[: most - 1]
+    shown = rows if len(rows) <= max_rows else rows[: max_rows - 1]
     widths = [max(map(len, column)) for column in zip(head, *shown, strict=True)]
     for i, row in enumerate((head, *shown)):
         cells = (
-            f"{word:<{n}}" if side == "l" else f"{word:>{n}}" for word, n, side in zip(row, widths, align, strict=True)
+            f"{cell:<{n}}" if side == "l" else f"{cell:>{n}}" for cell, n, side in zip(row, widths, align, strict=True)
         )
         yield [("  ".join(cells).rstrip(), "" if i else "bold")]
     if len(shown) < len(rows):
@@ -128,9 +127,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], align: str, most: 
 def cut(line: Line, width: int) -> Line:
     """Shortens a line to a width, without the words that do not fit."""
     short: Line = []
-    for word, style in line:
-        if len(word) > width:
-            return [*short, (word[: max(width - 1, 0)] + "…"[:width], style)]
-        short.append((word, style))
-        width -= len(word)
+    for text, style in line:
+        if len(text) > width:
+            return [*short, (text[: max(width - 1, 0)] + "…"[:width], style)]
+        short.append((text, style))
+        width -= len(text)
     return short

@@ -1,4 +1,4 @@
-"""When each work of a plan runs, on links and a chip whose speeds are given."""
+"""Predicted times of a plan's works, on links and a chip of given speeds."""
 
 from __future__ import annotations
 
@@ -102,19 +102,19 @@ def timed(
     """
     links = presets.links(links) if isinstance(links, str) else links
     chip = presets.chip(chip) if isinstance(chip, str) else chip
-    for name, found, kind in (("links", links, Links), ("chip", chip, Chip)):
-        if not isinstance(found, kind):
-            raise TypeError(f"timed: {name} is of type {type(found).__name__}; it is {kind.__name__}, or a name")
+    for name, value, kind in (("links", links, Links), ("chip", chip, Chip)):
+        if not isinstance(value, kind):
+            raise TypeError(f"timed: {name} must be {kind.__name__}, or a name, got {type(value).__name__}")
     for name, number in (("per_node", per_node), ("tokens", tokens)):
         if number is not None and (not isinstance(number, (int, float)) or number <= 0):
-            raise ValueError(f"timed: {name}={short(repr(number))}; it is a positive number")
-    known: dict[tuple[object, ...], _Job] = {}  # most works are like others
+            raise ValueError(f"timed: {name} must be a positive number, got {short(repr(number))}")
+    jobs_by_key: dict[tuple[object, ...], _Job] = {}  # most works are like others
     jobs = []
     for work in plan.works:
-        like = work.kind, work.sent, work.ranks, work.nodes, work.axis, work.moved, work.launches, *work.flops.items()
-        if like not in known:
-            known[like] = _job(plan, work, links, chip, per_node)
-        jobs.append(known[like])
+        key = work.kind, work.sent, work.ranks, work.nodes, work.axis, work.moved, work.launches, *work.flops.items()
+        if key not in jobs_by_key:
+            jobs_by_key[key] = _job(plan, work, links, chip, per_node)
+        jobs.append(jobs_by_key[key])
     begins, ends = _run(plan.works, jobs, chip.host)
     spent = _spent(plan.works, begins, ends)
     total = max(ends, default=0.0)
@@ -132,7 +132,7 @@ def timed(
         copying=spent[COPY, None],
         waiting=spent["waiting", None],
         stages={
-            name: Spent(*(spent[what, name] for what in (COMPUTE, "communicating", "exposed")))
+            name: Spent(*(spent[state, name] for state in (COMPUTE, "communicating", "exposed")))
             for name in dict.fromkeys(work.stage for work in plan.works)
         },
         utilization=peak / total if total else 0.0,
@@ -156,41 +156,41 @@ def _job(plan: Plan, work: Work, links: Links, chip: Chip, per_node: int | None)
 
 
 def _run(works: tuple[Work, ...], jobs: list[_Job], host: float) -> tuple[list[float], list[float]]:
-    """Returns when works begin and end."""
+    """Returns the start and end times of works."""
     streams: dict[int, deque[int]] = {}
-    issued, at = [], 0.0
+    issued, issue_time = [], 0.0
     for i, work in enumerate(works):
         streams.setdefault(work.stream, deque()).append(i)
-        at += work.launches * host
-        issued.append(at)
+        issue_time += work.launches * host
+        issued.append(issue_time)
     begins, ends = [math.nan] * len(works), [math.nan] * len(works)
     left: dict[int, float] = {}  # seconds of running works, if alone
-    now = 0.0
+    time = 0.0
     while any(streams.values()):
         heads = [queue[0] for queue in streams.values() if queue and queue[0] not in left]
         ready = [i for i in heads if all(not math.isnan(ends[j]) for j in works[i].after)]
         for i in ready:
-            if issued[i] <= now:
-                begins[i], left[i] = now, jobs[i][0]
-        later = [issued[i] - now for i in ready if issued[i] > now]
+            if issued[i] <= time:
+                begins[i], left[i] = time, jobs[i][0]
+        later = [issued[i] - time for i in ready if issued[i] > time]
         if not left and not later:
             raise ValueError(f"timed: works {sorted(heads)[:4]} of the plan wait for each other, or for none before")
         links = {i: jobs[i][1] for i in left}
         busy = Counter(links.values())
         pace = {i: float(busy[link]) if link else 1.0 for i, link in links.items()}
         step = min([left[i] * pace[i] for i in left] + later)
-        now += step
+        time += step
         for i in list(left):
             left[i] -= step / pace[i]
             if left[i] <= 1e-12:
-                ends[i] = now
+                ends[i] = time
                 del left[i]
                 streams[works[i].stream].popleft()
     return begins, ends
 
 
 def _spent(works: tuple[Work, ...], begins: list[float], ends: list[float]) -> dict[tuple[str, str | None], float]:
-    """Returns seconds by what goes on and by stage (None: all): computing hides collectives, and these hide copies."""
+    """Returns seconds by activity and by stage (None: all): computing hides collectives, and these hide copies."""
     spent: defaultdict[tuple[str, str | None], float] = defaultdict(float)
     starting: defaultdict[float, list[int]] = defaultdict(list)
     ending: defaultdict[float, list[int]] = defaultdict(list)
@@ -199,17 +199,17 @@ def _spent(works: tuple[Work, ...], begins: list[float], ends: list[float]) -> d
             starting[begin].append(i)
             ending[end].append(i)
     running: set[int] = set()
-    for now, following in pairwise(sorted({*begins, *ends, 0.0})):
-        running.difference_update(ending[now])
-        running.update(starting[now])
-        span = following - now
+    for start, stop in pairwise(sorted({*begins, *ends, 0.0})):
+        running.difference_update(ending[start])
+        running.update(starting[start])
+        span = stop - start
         kinds = {i: "exposed" if works[i].collective else works[i].kind for i in running}
         stages = {works[i].stage for i in running if works[i].collective}
         for stage in (*stages, None) if stages else ():
             spent["communicating", stage] += span
-        what = next((kind for kind in (COMPUTE, "exposed", COPY) if kind in kinds.values()), "waiting")
-        spent[what, None] += span
-        first = min((i for i in running if kinds[i] == what), default=None, key=lambda i: (begins[i], i))
+        state = next((kind for kind in (COMPUTE, "exposed", COPY) if kind in kinds.values()), "waiting")
+        spent[state, None] += span
+        first = min((i for i in running if kinds[i] == state), default=None, key=lambda i: (begins[i], i))
         if first is not None:
-            spent[what, works[first].stage] += span
+            spent[state, works[first].stage] += span
     return spent

@@ -1,4 +1,4 @@
-"""Quantisation: formats of few bits, and parameters that are kept in them.
+"""Quantization: low-bit formats, and quantized parameters.
 
 It may import `mesh` and what is below.
 """

@@ -95,7 +95,7 @@ def packed(name: str, tensors: Mapping[str, Tensor]) -> Packed:
     return parameter
 
 
-def _own(x: Tensor) -> Tensor:
+def _contiguous_copy(x: Tensor) -> Tensor:
     """A contiguous copy, which safetensors needs."""
     return x.clone(memory_format=torch.contiguous_format)
 
@@ -130,7 +130,7 @@ def tensors(name: str, parameter: Packed) -> dict[str, Tensor]:
     }
     parts = {
         name: format.codes(values, numel).clone().view(-1, 1),
-        f"{name}.quant_map": _own(codes.numbers(_TABLES[format.name])),
+        f"{name}.quant_map": _contiguous_copy(codes.numbers(_TABLES[format.name])),
     }
     if format.double:
         n = format.blocks(numel)
@@ -138,7 +138,7 @@ def tensors(name: str, parameter: Packed) -> dict[str, Tensor]:
         numbers = values[: 4 * groups + 4].clone().view(torch.float32)
         parts[f"{name}.absmax"] = values[4 * groups + 4 : 4 * groups + 4 + n].clone()
         parts[f"{name}.nested_absmax"] = numbers[:groups].clone()
-        parts[f"{name}.nested_quant_map"] = _own(codes.numbers(codes.dynamic))
+        parts[f"{name}.nested_quant_map"] = _contiguous_copy(codes.numbers(codes.dynamic))
         stated |= {
             "nested_blocksize": NESTED,
             "nested_dtype": "float32",
@@ -207,16 +207,16 @@ def _tensor(name: str, part: str, tensors: Mapping[str, Tensor], dtype: torch.dt
     return x
 
 
-def _check_size(name: str, what: str, got: int, want: int, state: Mapping[str, Any]) -> None:
+def _check_size(name: str, item: str, got: int, want: int, state: Mapping[str, Any]) -> None:
     if got != want:
         raise ValueError(
-            f"{name} has {got} {'bytes of codes' if what == 'codes' else what}, but shape {state['shape']} in blocks "
+            f"{name} has {got} {'bytes of codes' if item == 'codes' else item}, but shape {state['shape']} in blocks "
             f"of {state['blocksize']} needs {want}: it is cut, or was quantised with other blocks"
         )
 
 
 def _same_table(name: str, part: str, tensors: Mapping[str, Tensor], code: codes.Code) -> None:
-    """Raises ValueError if codes stand for other values than here."""
+    """Raises ValueError if codes stand for different values than here."""
     table = _tensor(name, part, tensors)
     expected = codes.numbers(code).to(table.device)
     if table.shape != expected.shape or not torch.equal(table.float(), expected):

@@ -1,4 +1,4 @@
-"""Codes: numbers between -1 and 1, or in another range, encoded in few bits, and decoded."""
+"""Low-bit codes of numbers between -1 and 1, or in another range: encoding and decoding."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def midpoints(numbers: Tensor, keeps: bool) -> Tensor:
 
 def numbers(code: Code) -> Tensor:
     """The numbers of all codes, in the order of the codes, float32."""
-    with _apart():
+    with _building_tables():
         if code.bits == 8:
             return code.decode(torch.arange(256, device="cpu").to(torch.uint8))
         return code.decode(torch.arange(16, device="cpu").to(torch.uint8) << 4)[::2]
 
 
 @contextlib.contextmanager
-def _apart() -> Iterator[None]:
+def _building_tables() -> Iterator[None]:
     """Makes tensors inside plain ones on the CPU, which can be cached, whatever modes and transforms are active."""
     with (
         torch.inference_mode(False),
@@ -85,7 +85,7 @@ def _cached(make: Callable[[], tuple[Tensor, ...]]) -> Callable[[torch.device], 
     def on(device: torch.device) -> tuple[Tensor, ...]:
         if device in cache:
             return cache[device]
-        with _apart():
+        with _building_tables():
             tables = make()
         if device.type != "cpu":
             with torch.inference_mode(False), torch.no_grad(), functorch.outside_transforms():
@@ -108,7 +108,7 @@ class _CodeTable:
 
         @dynamo.constant_when_traced
         def listed() -> tuple[tuple[float, ...], ...]:
-            with _apart():
+            with _building_tables():
                 parts = (values(), *self.bounds(torch.device("cpu")))
                 return tuple(tuple(part.tolist()) for part in parts)
 
@@ -134,9 +134,9 @@ class _CodeTable:
         bounds = self.bounds(torch.device("cpu"))[0]
         halves = torch.arange(2**16, dtype=torch.int32, device="cpu") << 16
         ends = (torch.bucketize(x.view(torch.float32), bounds) for x in (halves, halves | 0xFFFF))
-        least, most = torch.stack(tuple(ends)).aminmax(dim=0)
-        bound = bounds[least.clamp(max=len(bounds) - 1)].masked_fill(least == most, torch.inf)
-        return least.to(torch.uint8), bound
+        smallest, greatest = torch.stack(tuple(ends)).aminmax(dim=0)
+        bound = bounds[smallest.clamp(max=len(bounds) - 1)].masked_fill(smallest == greatest, torch.inf)
+        return smallest.to(torch.uint8), bound
 
 
 def _traced() -> bool:
@@ -144,8 +144,8 @@ def _traced() -> bool:
     return torch.compiler.is_compiling()
 
 
-def _constants(listed: tuple[tuple[float, ...], ...], like: Tensor) -> tuple[Tensor, ...]:
-    return tuple(torch.tensor(row, dtype=torch.float32, device=like.device) for row in listed)
+def _constants(listed: tuple[tuple[float, ...], ...], template: Tensor) -> tuple[Tensor, ...]:
+    return tuple(torch.tensor(row, dtype=torch.float32, device=template.device) for row in listed)
 
 
 def _tabled(name: str, bits: int, values: Callable[[], Tensor], keeps: bool = False) -> Code:
@@ -160,10 +160,10 @@ def _looked_up(x: Tensor, table: _CodeTable) -> Tensor:
     """The codes of a sorted 8-bit table nearest to `x`."""
     if _traced():
         return torch.bucketize(x, _constants(table.listed()[1:2], x)[0]).to(torch.uint8)
-    least, bound = table.jumps(x.device)
+    smallest, bound = table.jumps(x.device)
     flat = x.reshape(-1)
     half = (flat.view(torch.int32) >> 16) & 0xFFFF
-    return (least.index_select(0, half) + (flat > bound.index_select(0, half))).view(x.shape)
+    return (smallest.index_select(0, half) + (flat > bound.index_select(0, half))).view(x.shape)
 
 
 def _compared(x: Tensor, table: _CodeTable) -> Tensor:
@@ -189,19 +189,19 @@ def _of_pairs(values: Callable[[], Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 def _stepped(name: str, bits: int) -> Code:
-    """The whole numbers from `-most` to `most`."""
-    most = float(2 ** (bits - 1) - 1)
+    """The whole numbers from `-limit` to `limit`."""
+    limit = float(2 ** (bits - 1) - 1)
 
     def encode(x: Tensor) -> Tensor:
         return x.round().to(torch.int8).view(torch.uint8)
 
     if bits == 8:
-        return Code(name, 8, most, encode, lambda codes: codes.view(torch.int8).float())
+        return Code(name, 8, limit, encode, lambda codes: codes.view(torch.int8).float())
 
     def numbers() -> Tensor:
         return torch.arange(16, device="cpu").add(8).remainder(16).sub(8).to(torch.float32)
 
-    return Code(name, 4, most, lambda x: _paired(encode(x) & 15), _of_pairs(numbers))
+    return Code(name, 4, limit, lambda x: _paired(encode(x) & 15), _of_pairs(numbers))
 
 
 def _floating(name: str, dtype: torch.dtype) -> Code:
@@ -215,8 +215,8 @@ def _dynamic(signed: bool) -> Tensor:
     parts = [torch.tensor([0.0, 1.0], dtype=torch.float32, device="cpu")]
     for i in range(7):
         edges = torch.linspace(0.1, 1, 2 ** (i + (0 if signed else 1)) + 1, dtype=torch.float32, device="cpu")
-        means = 10 ** (i - 6) * ((edges[:-1] + edges[1:]) / 2.0)
-        parts += [means, -means] if signed else [means]
+        centers = 10 ** (i - 6) * ((edges[:-1] + edges[1:]) / 2.0)
+        parts += [centers, -centers] if signed else [centers]
     return torch.cat(parts).sort().values
 
 

@@ -28,7 +28,7 @@ TINY = 1e-38  # the smallest scale, also of a block of zeros: its inverse is fin
 
 @dataclass(frozen=True)
 class Format:
-    """How numbers are encoded as bytes; hashable, and equal to any format that does the same.
+    """An encoding of numbers as bytes; hashable, and equal to any format with the same encoding.
 
     Attributes:
         name: of the code.
@@ -110,31 +110,31 @@ class Format:
     def _decoded(self, of_codes: Tensor, scales: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         return _times(self.code.decode(of_codes)[..., :numel], scales, self.block).to(dtype)
 
-    def _fused(self, what: str, *tensors: Tensor, dtype: torch.dtype) -> bool:
+    def _fused(self, operation: str, *tensors: Tensor, dtype: torch.dtype) -> bool:
         """Whether a kernel encodes or decodes these tensors."""
         sizes = self.block <= fused.LARGEST and self.block & (self.block - 1) == 0
         if not sizes or dtype not in fused.DTYPES or not fused.fits(*tensors):
             return False
-        device, check = tensors[0].device, self._check_encode if what == "encode" else self._check_decode
-        said = f"shardfn's kernel to {what} {self.name}({self.block}), {dtype}"
-        return trusted(said, device, lambda: check(dtype, device))
+        device, check = tensors[0].device, self._check_encode if operation == "encode" else self._check_decode
+        label = f"shardfn's kernel to {operation} {self.name}({self.block}), {dtype}"
+        return trusted(label, device, lambda: check(dtype, device))
 
     def _check_encode(self, dtype: torch.dtype, device: torch.device) -> str:
-        """How the kernel that encodes differs from `_encoded_in_steps`."""
+        """The difference between the encoding kernel and `_encoded_in_steps`; "" if none."""
         finite, wild = fused.samples(self.code, self.block, dtype, device)
         numel = wild.shape[-1]
         decoded = [
             self._decoded(self.codes(row, numel), self.scales(row, numel), numel, torch.float32)
             for row in (self._encoded_at_once(wild), self._encoded_in_steps(wild))
         ]  # codes of nan are not the same everywhere, but what they stand for is
-        said = fused.difference("byte", self._encoded_at_once(finite), self._encoded_in_steps(finite))
-        return said or fused.difference("number", *decoded)
+        problem = fused.difference("byte", self._encoded_at_once(finite), self._encoded_in_steps(finite))
+        return problem or fused.difference("number", *decoded)
 
     def _check_decode(self, dtype: torch.dtype, device: torch.device) -> str:
-        """How the kernel that decodes differs from `_decoded`."""
+        """The difference between the decoding kernel and `_decoded`; "" if none."""
         of_codes, scales, numel = fused.coded_samples(self.code, self.block, device)
-        ours = fused.decode(of_codes, scales, numel, dtype, self.code, self.block)
-        return fused.difference("number", ours, self._decoded(of_codes, scales, numel, dtype))
+        decoded = fused.decode(of_codes, scales, numel, dtype, self.code, self.block)
+        return fused.difference("number", decoded, self._decoded(of_codes, scales, numel, dtype))
 
     def scales(self, packed: Tensor, numel: int) -> Tensor:
         """The scale of each block, float32."""
@@ -161,28 +161,29 @@ class Format:
         return [nested.view(torch.uint8), mean.view(torch.uint8), codes.dynamic.encode(scaled)]
 
 
-def _scaled(x: Tensor, block: int, most: float) -> tuple[Tensor, Tensor]:
-    """The scale of each block, and the numbers divided by their scales, which exceed `most` only by rounding."""
-    whole = x.shape[-1] // block * block
-    parts = [part for part in (x[..., :whole].unflatten(-1, (-1, block)), x[..., None, whole:]) if part.numel()]
+def _scaled(x: Tensor, block: int, code_max: float) -> tuple[Tensor, Tensor]:
+    """The scale of each block, and the numbers divided by their scales, which exceed `code_max` only by rounding."""
+    full_numel = x.shape[-1] // block * block
+    full, rest = x[..., :full_numel].unflatten(-1, (-1, block)), x[..., None, full_numel:]
+    parts = [part for part in (full, rest) if part.numel()]
     if not parts:
         return x.new_empty(*x.shape[:-1], 0), x
     largest = [part.abs().amax(-1) for part in parts]
-    divisors = [top.clamp_min(TINY * most) for top in largest]
-    scaled = [(part * (most / top)[..., None]).flatten(-2) for part, top in zip(parts, divisors, strict=True)]
-    return _stored_scales(_joined(largest), most), _joined(scaled)
+    divisors = [top.clamp_min(TINY * code_max) for top in largest]
+    scaled = [(part * (code_max / top)[..., None]).flatten(-2) for part, top in zip(parts, divisors, strict=True)]
+    return _stored_scales(_joined(largest), code_max), _joined(scaled)
 
 
-def _stored_scales(largest: Tensor, most: float) -> Tensor:
+def _stored_scales(largest: Tensor, code_max: float) -> Tensor:
     # If the code's largest number is 1, the magnitude itself is stored, even below TINY, as in bitsandbytes.
     # A product, since CUDA takes the reciprocal of a number that it divides by, and a CPU does not.
-    return largest if most == 1 else largest.clamp_min(TINY * most) * (1 / most)
+    return largest if code_max == 1 else largest.clamp_min(TINY * code_max) * (1 / code_max)
 
 
 def _times(numbers: Tensor, scales: Tensor, block: int) -> Tensor:
-    whole = numbers.shape[-1] // block * block
-    full, rest = numbers[..., :whole].unflatten(-1, (-1, block)), numbers[..., whole:]
-    parts = [(full * scales[..., : whole // block, None]).flatten(-2)] if whole else []
+    full_numel = numbers.shape[-1] // block * block
+    full, rest = numbers[..., :full_numel].unflatten(-1, (-1, block)), numbers[..., full_numel:]
+    parts = [(full * scales[..., : full_numel // block, None]).flatten(-2)] if full_numel else []
     return _joined([*parts, rest * scales[..., -1:]] if rest.shape[-1] else parts) if numbers.numel() else numbers
 
 
@@ -207,18 +208,20 @@ def format_of(name: str, block: int, double: bool = False) -> Format:
     if name not in by_name:
         raise ValueError(f"{name!r} is not a format: there are {', '.join(by_name)}")
     if not isinstance(block, int) or isinstance(block, bool) or block < 2 or block % 2:
-        raise ValueError(f"{name}: block={block!r}; it is an even number of elements that have one scale, such as 64")
+        raise ValueError(
+            f"{name}: block must be an even number of elements that have one scale, such as 64, got {block!r}"
+        )
     if double and by_name[name].bits == 8:
         raise ValueError(f"{name}: double=True is for formats of 4 bits, whose scales it keeps in 8 bits")
     return Format(name, block, double, by_name[name])
 
 
-def check_format(format: object, what: str, *, optional: bool = True) -> None:
+def check_format(format: object, argument: str, *, optional: bool = True) -> None:
     """Raises TypeError unless it is a format, or None where that is allowed."""
     if isinstance(format, Format) or (optional and format is None):
         return
-    given = f"the function {getattr(format, '__name__', 'itself')}: call it" if callable(format) else repr(format)
-    raise TypeError(f"{what} is a format, such as shardfn.quant.int8(){', or None' * optional}, not {given}")
+    shown = f"the function {getattr(format, '__name__', 'itself')}: call it" if callable(format) else repr(format)
+    raise TypeError(f"{argument} is a format, such as shardfn.quant.int8(){', or None' * optional}, not {shown}")
 
 
 _CODES = (codes.nf4, codes.fp4, codes.int4, codes.int8, codes.fp8_e4m3, codes.fp8_e5m2)

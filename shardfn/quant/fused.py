@@ -1,8 +1,8 @@
-"""Where kernels of our own run: `kernels`, in Triton, each in place of many operations of eager code, its twin.
+"""Dispatch to the Triton kernels in `kernels`, each in place of an eager baseline of many operations.
 
 They run on CUDA devices on which Triton is installed, on plain tensors, and only after a check on the device: the first
-time, a kernel has to equal its twin on some thousand numbers, among them zeros, subnormals, halves, inf and nan.
-Otherwise a warning says what differs, and the twin runs.
+time, a kernel has to equal its baseline on some thousand numbers, among them zeros, subnormals, halves, inf and nan.
+Otherwise a warning says what differs, and the baseline runs.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def _installed() -> bool:
 # --- the check ---
 
 
-def difference(what: str, ours: Tensor, theirs: Tensor) -> str:
+def difference(kind: str, actual: Tensor, expected: Tensor) -> str:
     """Says where two tensors differ, bit for bit, any nan being equal to any other; empty if nowhere."""
-    as_bytes = [x.contiguous().view(torch.uint8).view(*x.shape, x.element_size()) for x in (ours, theirs)]
-    other = (as_bytes[0] != as_bytes[1]).any(-1) & ~(ours.isnan() & theirs.isnan())
+    as_bytes = [x.contiguous().view(torch.uint8).view(*x.shape, x.element_size()) for x in (actual, expected)]
+    other = (as_bytes[0] != as_bytes[1]).any(-1) & ~(actual.isnan() & expected.isnan())
     if not bool(other.any()):
         return ""
-    at = tuple(other.nonzero()[0].tolist())
-    return f"{what} {list(at)} is {ours[at].item()!r} instead of {theirs[at].item()!r}"
+    index = tuple(other.nonzero()[0].tolist())
+    return f"{kind} {list(index)} is {actual[index].item()!r} instead of {expected[index].item()!r}"
 
 
 def samples(code: Code, block: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -72,8 +72,8 @@ def samples(code: Code, block: int, dtype: torch.dtype, device: torch.device) ->
     powers = torch.arange(-46, 39, dtype=torch.float64, device="cpu")[:, None]
     random = torch.randn(len(powers), block, generator=draw, dtype=torch.float64, device="cpu") * 10**powers
     flat = torch.cat((halves.view(-1), torch.zeros(block, device="cpu"), random.view(-1), torch.ones(1, device="cpu")))
-    most = torch.finfo(dtype).max
-    finite = torch.stack((flat, -flat.flip(0))).clamp(-most, most).to(dtype)
+    max_value = torch.finfo(dtype).max
+    finite = torch.stack((flat, -flat.flip(0))).clamp(-max_value, max_value).to(dtype)
     wild = finite[:, -4 * block - 1 :].clone()
     for i, value in enumerate((torch.nan, torch.inf, -torch.inf)):
         wild[:, i * block] = value
@@ -100,7 +100,7 @@ def coded_samples(code: Code, block: int, device: torch.device) -> tuple[Tensor,
 
 
 class Tables(NamedTuple):
-    """What kernels know of a code: `numbers [2 ** bits]`, the sorted `bounds` between them, and their codes in order.
+    """The tables of a code for kernels: `numbers [2 ** bits]`, sorted `bounds`, and codes in order.
 
     `whole` is whether codes are whole numbers, `fraction` the bits of fraction if codes are 8-bit floats, otherwise 0.
     """
@@ -120,23 +120,25 @@ def tables(code: Code, device: torch.device) -> Tables:
         numbers = codes.numbers(code).contiguous()
         sorted, order = numbers.sort()
         bounds = codes.midpoints(sorted, code.keeps)
-        fraction, whole = _FRACTIONS.get(code.name, 0), code.name in ("int4", "int8")
-        return Tables(numbers.to(device), bounds.to(device), order.to(device, torch.uint8), code.bits, whole, fraction)
+        fraction, is_integer = _FRACTIONS.get(code.name, 0), code.name in ("int4", "int8")
+        order = order.to(device, torch.uint8)
+        return Tables(numbers.to(device), bounds.to(device), order, code.bits, is_integer, fraction)
 
 
 _FRACTIONS = {"fp8_e4m3": 3, "fp8_e5m2": 2}
 
 
-def encode(x: Tensor, into: Tensor, code: Code, block: int, least: float) -> Tensor:
+def encode(x: Tensor, into: Tensor, code: Code, block: int, min_magnitude: float) -> Tensor:
     """Writes the codes of `[..., numel]` to bytes; returns the largest magnitude of each block, `[..., blocks]`.
 
-    Numbers are divided by their block's largest magnitude, or by `least` if that is larger, times the code's largest
-    number.
+    Numbers are divided by their block's largest magnitude, or by `min_magnitude` if that is larger, times the
+    code's largest number.
     """
     kernels = _kernels()
     tops = x.new_empty(*x.shape[:-1], -(-x.shape[-1] // block), dtype=torch.float32)
     with torch.accelerator.device_index(x.device.index):
-        kernels.encode(_matrix(x), _matrix(into), _matrix(tops), tables(code, x.device), least, code.most, block)
+        matrices = _matrix(x), _matrix(into), _matrix(tops)
+        kernels.encode(*matrices, tables(code, x.device), min_magnitude, code.most, block)
     return tops
 
 

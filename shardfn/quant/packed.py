@@ -73,8 +73,8 @@ class Packed:
         return Packed(values, self.format, self.shape, self.dtype)
 
     def __repr__(self) -> str:
-        there = "None, " if self.values is None else ""  # in a tree of gradients: it has none
-        return f"Packed({there}{self.format}, {list(self.shape)}, {str(self.dtype).removeprefix('torch.')})"
+        prefix = "None, " if self.values is None else ""  # in a tree of gradients: it has none
+        return f"Packed({prefix}{self.format}, {list(self.shape)}, {str(self.dtype).removeprefix('torch.')})"
 
 
 def pack(x: Tensor, format: Format) -> Packed:
@@ -155,7 +155,9 @@ def dequantize(tree: Any, dtype: torch.dtype | None = None) -> Any:
         TypeError: the tree has shards, of which a rank has only a part; the dtype is not a floating-point one.
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"dequantize: dtype={dtype!r}; it is a floating torch.dtype, or None for each parameter's own")
+        raise TypeError(
+            f"dequantize: dtype must be a floating torch.dtype, or None for each parameter's, got {dtype!r}"
+        )
     _, leaves, spec = _parameters("dequantize", tree, "decode whole parameters, which unshard makes")
     return optree.tree_unflatten(spec, [x.decoded(dtype) if is_packed(x) else x for x in leaves])
 

@@ -1,4 +1,4 @@
-"""How the ranks of a run agree: on the arguments, at every step on whether to go on, and on failures."""
+"""Agreement of the ranks of a run: on the arguments, on stopping after each step, and on failures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FAR = 2**62  # more than any step
 
 @dataclass(frozen=True)
 class Word:
-    """What one rank reports about the run or, combined over ranks, the maximum of each number.
+    """One rank's report about the run or, combined over ranks, the maximum of each number.
 
     Attributes:
         stop: why the run should stop, as an index into `REASONS`; 0 if it should not.
@@ -63,33 +63,33 @@ class WordExchange:
     few steps.
     """
 
-    def __init__(self, team: RankGroup) -> None:
-        self.team, self.period = team, 1 + team.size // 64
+    def __init__(self, group: RankGroup) -> None:
+        self.team, self.period = group, 1 + group.size // 64
         self._travels: tuple[Tensor, Any] | None = None
 
-    def turn(self, step: int, mine: Word) -> Word:
-        """Sends `mine` after a step and returns the combined words of the turn before, without waiting for this turn.
+    def turn(self, step: int, local_word: Word) -> Word:
+        """Sends `local_word` after a step and returns the combined words of the turn before, without waiting.
 
-        A rank must repeat in `mine` whatever it has said before.
+        A rank must repeat in `local_word` whatever it has said before.
         """
         if self.team.size == 1:
-            return mine
+            return local_word
         if step % self.period:
             return Word()
-        heard = self._arrived()
-        self._send(mine)
-        return heard
+        received = self._arrived()
+        self._send(local_word)
+        return received
 
-    def now(self, mine: Word) -> Word:
-        """Sends `mine` and returns the combined words of all ranks, after waiting for them."""
+    def now(self, local_word: Word) -> Word:
+        """Sends `local_word` and returns the combined words of all ranks, after waiting for them."""
         if self.team.size == 1:
-            return mine
+            return local_word
         before = self._arrived()
-        self._send(mine)
+        self._send(local_word)
         return common(before, self._arrived())
 
-    def _send(self, word: Word) -> None:
-        numbers = torch.tensor(astuple(word), device="cpu")
+    def _send(self, local_word: Word) -> None:
+        numbers = torch.tensor(astuple(local_word), device="cpu")
         self._travels = numbers, dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.team.group, async_op=True)
 
     def _arrived(self) -> Word:
@@ -102,26 +102,27 @@ class WordExchange:
         return Word(*map(int, numbers.tolist()))
 
 
-def ranks_of(team: RankGroup) -> list[int]:
+def ranks_of(group: RankGroup) -> list[int]:
     """The global ranks of a team, in team order."""
-    return [process_groups.global_rank()] if team.group is None else dist.get_process_group_ranks(team.group)
+    return [process_groups.global_rank()] if group.group is None else dist.get_process_group_ranks(group.group)
 
 
-def compare(team: RankGroup, facts: dict[str, str], mine: Exception | None) -> None:
+def compare(group: RankGroup, facts: dict[str, str], local_error: Exception | None) -> None:
     """Raises on every rank if the arguments of one rank are wrong, or differ between ranks.
 
     Args:
-        team: the ranks.
+        group: the ranks.
         facts: by name, what must be the same on all ranks.
-        mine: the error in this rank's arguments, if any.
+        local_error: the error in this rank's arguments, if any.
 
     Raises:
-        Exception: `mine`.
+        Exception: `local_error`.
         ValueError: another rank's arguments are wrong or differ from rank 0's.
     """
-    reports = team.gathered((facts, None if mine is None else f"{type(mine).__name__}: {mine}"), "comparing arguments")
-    if mine is not None:
-        raise mine
+    text = None if local_error is None else f"{type(local_error).__name__}: {local_error}"
+    reports = group.gathered((facts, text), "comparing arguments")
+    if local_error is not None:
+        raise local_error
     for rank, (_, error) in enumerate(reports):
         if error is not None:
             raise ValueError(f"sf.run.loop: on rank {rank}, {error}")
@@ -141,12 +142,12 @@ TOGETHER = 1.0  # seconds within which errors on all ranks count as one common f
 class Failing:
     """Tells the other ranks of a run when this rank fails alone, since they may be waiting for it."""
 
-    def __init__(self, team: RankGroup) -> None:
+    def __init__(self, group: RankGroup) -> None:
         # A random key and no counter, since ranks may have made different numbers of runs before.
-        name = team.gathered(uuid.uuid4().hex, "starting the run")[0]
+        name = group.gathered(uuid.uuid4().hex, "starting the run")[0]
         self.key = f"shardfn/run/{name}/failed"
-        self.ranks = ranks_of(team)
-        self.alone = team.group is None or process_groups.worlds_of_threads()
+        self.ranks = ranks_of(group)
+        self.alone = group.group is None or process_groups.worlds_of_threads()
         watchdog.goes_on()
 
     @contextlib.contextmanager

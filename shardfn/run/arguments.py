@@ -75,7 +75,7 @@ class LoopOptions:
         return facts | {"batches.identity": self.identity}
 
 
-def asked(step: Any, batches: Any, given: dict[str, Any]) -> LoopOptions:
+def asked(step: Any, batches: Any, args: dict[str, Any]) -> LoopOptions:
     """Checks and normalises the arguments.
 
     Raises:
@@ -89,32 +89,34 @@ def asked(step: Any, batches: Any, given: dict[str, Any]) -> LoopOptions:
     numbered = _takes_number(step)
     if not numbered:
         _takes(step, 2, "step", "(state, batch) -> (state, metrics)")
-    steps, start = _count("steps", given["steps"], "the number of the last step"), given["start"]
+    steps, start = _count("steps", args["steps"], "the number of the last step"), args["start"]
     if type(start) is not int or not 0 <= start <= steps:
         raise ValueError(
-            f"sf.run.loop: start={start!r}; it is how many of the {steps} steps the state has taken before"
+            f"sf.run.loop: start must be the number of steps that the state has taken, 0 to {steps}, got {start!r}"
         )
-    save = given["save"]
+    save = args["save"]
     if save is not None:
         _check_folder(save)
     for name in ("every", "keep", "best"):
-        if save is None and given[name] is not None:
+        if save is None and args[name] is not None:
             raise ValueError(
-                f"sf.run.loop: {name}={given[name]!r} is about checkpoints, and there are none without save=folder"
+                f"sf.run.loop: {name}={args[name]!r} is about checkpoints, and there are none without save=folder"
             )
-    every = None if given["every"] is None else _count("every", given["every"], "steps between two checkpoints")
-    keep = None if given["keep"] is None else _count("keep", given["keep"], "how many checkpoints stay")
-    if not isinstance(given["resume"], bool) and given["resume"] != "previous":
+    every = (
+        None if args["every"] is None else _count("every", args["every"], "the number of steps between two checkpoints")
+    )
+    keep = None if args["keep"] is None else _count("keep", args["keep"], "the number of checkpoints that stay")
+    if not isinstance(args["resume"], bool) and args["resume"] != "previous":
         raise TypeError(
-            f"sf.run.loop: resume={given['resume']!r}; it is True, for the newest checkpoint in save=, or False, or "
-            f'"previous", for the newest of which every byte is right'
+            f"sf.run.loop: resume must be True, for the newest checkpoint in save=, or False, or "
+            f'"previous", for the newest of which every byte is right, got {args["resume"]!r}'
         )
-    evaluate = _evaluations(given["evaluate"], every or steps)
-    best, stop = best_of(given["best"], evaluate), given["stop"]
+    evaluate = _evaluations(args["evaluate"], every or steps)
+    best, stop = best_of(args["best"], evaluate), args["stop"]
     if stop is not None and (not callable(stop) or not evaluate):
         raise TypeError(f"sf.run.loop: stop must be a function of the metrics, with evaluate=, got {stop!r}")
     if best is not None and keep is None:
-        raise ValueError(f"sf.run.loop: best={given['best']!r} is about what stays, and without keep= all do")
+        raise ValueError(f"sf.run.loop: best={args['best']!r} is about what stays, and without keep= all do")
     _check_batches(batches, save is not None)
     return LoopOptions(
         steps=steps,
@@ -124,14 +126,14 @@ def asked(step: Any, batches: Any, given: dict[str, Any]) -> LoopOptions:
         every=every,
         keep=keep,
         best=best,
-        resume=given["resume"],
+        resume=args["resume"],
         evaluate=evaluate,
         stop=stop,
-        reports=_reports(given["report"]),
-        seed=int_seed(given["seed"]),
-        limit=seconds_of(given["limit"], save is not None),
-        flops=_positive("flops", given["flops"]),
-        peak=_positive("peak", given["peak"]),
+        reports=_reports(args["report"]),
+        seed=int_seed(args["seed"]),
+        limit=seconds_of(args["limit"], save is not None),
+        flops=_positive("flops", args["flops"]),
+        peak=_positive("peak", args["peak"]),
         identity=identity_of(batches),
     )
 
@@ -140,7 +142,7 @@ def _check_folder(save: Any) -> None:
     if not isinstance(save, (str, os.PathLike)):
         raise TypeError(f"sf.run.loop: save is a {type(save).__name__}, not a folder")
     if not os.fspath(save):
-        raise ValueError("sf.run.loop: save=''; it is a folder for the run's checkpoints, or None")
+        raise ValueError("sf.run.loop: save must be a folder for the run's checkpoints, or None, got ''")
     status = seen(local_path(save, "sf.run.loop: save"))
     if status is None and os.path.islink(save):
         raise ValueError(
@@ -150,13 +152,13 @@ def _check_folder(save: Any) -> None:
         raise ValueError(f"sf.run.loop: save={os.fspath(save)!r} is a file, not a folder")
 
 
-def _count(name: str, value: Any, what: str) -> int:
+def _count(name: str, value: Any, meaning: str) -> int:
     try:
         number = operator.index(value)
     except TypeError:
         number = 0
     if number < 1 or isinstance(value, bool):
-        raise ValueError(f"sf.run.loop: {name}={value!r}; it is {what}, an integer of 1 or more")
+        raise ValueError(f"sf.run.loop: {name} must be {meaning}, an integer of 1 or more, got {value!r}")
     return number
 
 
@@ -164,7 +166,7 @@ def _positive(name: str, value: Any) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise ValueError(f"sf.run.loop: {name}={value!r}; it is a number more than 0, or None")
+        raise ValueError(f"sf.run.loop: {name} must be a number above 0, or None, got {value!r}")
     return float(value)
 
 
@@ -188,7 +190,7 @@ def _takes_number(step: Any) -> bool:
         signature.bind(None, None, None)
     except (TypeError, ValueError):
         return False
-    needed = [each for each in signature.parameters.values() if each.default is each.empty and each.kind <= 1]
+    needed = [p for p in signature.parameters.values() if p.default is p.empty and p.kind <= 1]
     return len(needed) == 3
 
 
@@ -205,38 +207,38 @@ def _check_batches(batches: Any, resumes: bool) -> None:
         )
 
 
-def _evaluations(given: Any, interval: int) -> dict[str, tuple[Evaluate, int]]:
-    if given is None:
+def _evaluations(evaluate: Any, interval: int) -> dict[str, tuple[Evaluate, int]]:
+    if evaluate is None:
         return {}
-    if isinstance(given, Mapping):
-        wrong = [name for name in given if not isinstance(name, str)]
+    if isinstance(evaluate, Mapping):
+        wrong = [name for name in evaluate if not isinstance(name, str)]
         if wrong:
             raise TypeError(f"sf.run.loop: evaluate has the key {wrong[0]!r}, and keys are names")
-        return {f"eval/{name}": _evaluation(evaluation, interval) for name, evaluation in given.items()}
-    return {"eval": _evaluation(given, interval)}
+        return {f"eval/{name}": _evaluation(evaluation, interval) for name, evaluation in evaluate.items()}
+    return {"eval": _evaluation(evaluate, interval)}
 
 
-def _evaluation(given: Any, interval: int) -> tuple[Evaluate, int]:
-    function = given
-    if isinstance(given, tuple) and len(given) == 2:
-        if callable(given[1]):
+def _evaluation(evaluate: Any, interval: int) -> tuple[Evaluate, int]:
+    function = evaluate
+    if isinstance(evaluate, tuple) and len(evaluate) == 2:
+        if callable(evaluate[1]):
             raise TypeError("sf.run.loop: evaluate=(steps, function); the function comes first: (function, steps)")
-        function, interval = given[0], _count("evaluate", given[1], "(function, steps between two evaluations)")
+        function, interval = evaluate[0], _count("evaluate", evaluate[1], "(function, steps between two evaluations)")
     if not callable(function):
         raise TypeError(
-            f"sf.run.loop: evaluate={given!r}; it is a function (state) -> metrics, (function, steps) for one with "
-            f"its own interval, or a dict of such by name"
+            f"sf.run.loop: evaluate must be a function (state) -> metrics, (function, steps) for one with its own "
+            f"interval, or a dict of such by name, got {evaluate!r}"
         )
     _takes(function, 1, "evaluate", "(state) -> metrics")
     return function, interval
 
 
-def _reports(given: Any) -> tuple[Report, ...]:
-    reports: Sequence[Any] = [progress()] if given is None else [given] if callable(given) else given
+def _reports(argument: Any) -> tuple[Report, ...]:
+    reports: Sequence[Any] = [progress()] if argument is None else [argument] if callable(argument) else argument
     if not isinstance(reports, (list, tuple)) or not all(map(callable, reports)):
         raise TypeError(
-            f"sf.run.loop: report={given!r}; it is a function (step, metrics) -> None, a list of such, or None for "
-            f"sf.run.progress()"
+            f"sf.run.loop: report must be a function (step, metrics) -> None, a list of such, or None for "
+            f"sf.run.progress(), got {argument!r}"
         )
     for report in reports:
         if isinstance(report, type):

@@ -22,33 +22,33 @@ from shardfn.collectives.late_checks import late_checks
 STEPS = 2  # launched before a step's metrics are read
 
 
-def checked(metrics: Any, who: str) -> dict[str, Any]:
+def checked(metrics: Any, caller: str) -> dict[str, Any]:
     """A step's metrics, checked to be numbers and tensors of one element.
 
     Raises:
         TypeError, ValueError: they are something else.
     """
     if not isinstance(metrics, Mapping):
-        what = "None (is a `return` missing?)" if metrics is None else f"a {type(metrics).__name__}"
-        raise TypeError(f"{who}: metrics are {what}, not a dict: name them, {{'loss': loss}}")
+        kind = "None (is a `return` missing?)" if metrics is None else f"a {type(metrics).__name__}"
+        raise TypeError(f"{caller}: metrics are {kind}, not a dict: name them, {{'loss': loss}}")
     for name, value in metrics.items():
         if not isinstance(name, str):
-            raise TypeError(f"{who}: metrics have the key {name!r}, and keys are strings")
+            raise TypeError(f"{caller}: metrics have the key {name!r}, and keys are strings")
         if isinstance(value, Tensor):
             if value.layout is not torch.strided:
-                raise TypeError(f"{who}: metrics[{name!r}] is a tensor of {value.layout}: pass its .sum(), say")
+                raise TypeError(f"{caller}: metrics[{name!r}] is a tensor of {value.layout}: pass its .sum(), say")
             if value.numel() != 1 or value.is_complex():
                 raise ValueError(
-                    f"{who}: metrics[{name!r}] has shape {tuple(value.shape)} and {value.dtype}: a metric is one real "
-                    f"number: reduce it, by .mean() or .sum(), or give its parts names of their own"
+                    f"{caller}: metrics[{name!r}] has shape {tuple(value.shape)} and {value.dtype}: a metric is one "
+                    f"real number: reduce it, by .mean() or .sum(), or give its parts names of their own"
                 )
         elif not isinstance(value, (Real, np.bool_)):
-            hint = "; a step returns (state, metrics), in this order" if who.endswith("step") else ""
+            hint = "; a step returns (state, metrics), in this order" if caller.endswith("step") else ""
             raise TypeError(
-                f"{who}: metrics[{name!r}] is a {type(value).__name__}, not a number or a tensor of one{hint}"
+                f"{caller}: metrics[{name!r}] is a {type(value).__name__}, not a number or a tensor of one{hint}"
             )
         elif isinstance(value, int) and abs(value) > sys.float_info.max:
-            raise ValueError(f"{who}: metrics[{name!r}] is more than a float holds")
+            raise ValueError(f"{caller}: metrics[{name!r}] is more than a float holds")
     return dict(metrics)
 
 
@@ -172,9 +172,9 @@ class StepFigures:
 
     def launched(self, step: int, batch: Any) -> None:
         """Notes that a step has been launched; as the host is at most two ahead, launches are as far apart as steps."""
-        now = time.perf_counter()
-        self.took[step] = max(now - self.before, 1e-9), tokens_of(batch, self.places)
-        self.before = now
+        time_s = time.perf_counter()
+        self.took[step] = max(time_s - self.before, 1e-9), tokens_of(batch, self.places)
+        self.before = time_s
 
     def of(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         """The figures of a step, from its metrics; each step's can be asked for once."""

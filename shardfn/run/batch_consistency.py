@@ -49,7 +49,7 @@ FRAMES, TEXT = 4, 1800  # frames and characters that are shown of another rank's
 
 
 class State(IntEnum):
-    """What a rank has for a step."""
+    """The state of a rank's batch for a step."""
 
     BATCH = 0
     END = 1
@@ -60,7 +60,7 @@ class State(IntEnum):
 
 @dataclass(frozen=True)
 class Read:
-    """What one rank has read for a step: a batch, nothing, or an error."""
+    """The result of one rank's read for a step: a batch, nothing, or an error."""
 
     state: State
     batch: Any = None
@@ -108,18 +108,20 @@ def axes_of(axes: Any, mesh: DeviceMesh, name: str) -> tuple[str, ...]:
     """
     names = as_names(axes) if isinstance(axes, (str, tuple)) else axes
     if not isinstance(names, tuple) or not all(isinstance(axis, str) for axis in names):
-        raise TypeError(f"{name}: axes={names!r}; it is the name of a mesh axis, 'data', or a tuple of names")
+        raise TypeError(
+            f"{name}: axes must be the name of a mesh axis, such as 'data', or a tuple of names, got {names!r}"
+        )
     check_axes(names, mesh, f"{name}(axes={names!r})")
     return names
 
 
-def peers(mesh: DeviceMesh, axes: tuple[str, ...], name: str, lengths: Lengths | None, **how: bool) -> Peers:
+def peers(mesh: DeviceMesh, axes: tuple[str, ...], name: str, lengths: Lengths | None, **options: bool) -> Peers:
     """The `Peers` of a mesh, with each rank's place along `axes`."""
     grid, by_rank, size_along = grid_of(mesh), dict[int, int](), sizes(mesh)
     for rank, where in zip(grid.ranks, itertools.product(*map(range, size_along.values())), strict=True):
         position = dict(zip(size_along, where, strict=True))
         by_rank[rank] = functools.reduce(lambda place, axis: place * size_along[axis] + position[axis], axes, 0)
-    return Peers(mesh, axes, name, [by_rank[rank] for rank in sorted(by_rank)], lengths=lengths, **how)
+    return Peers(mesh, axes, name, [by_rank[rank] for rank in sorted(by_rank)], lengths=lengths, **options)
 
 
 @dataclass
@@ -143,7 +145,7 @@ class _BatchDigests:
         self.digest = digest([self.digest, *rows])
 
 
-def together(batches: Generator[Read], start: int, who: Peers, device: torch.device) -> Generator[Any]:
+def together(batches: Generator[Read], start: int, peers: Peers, device: torch.device) -> Generator[Any]:
     """Yields the batches on the device, from step `start` on, until all ranks run out.
 
     Raises:
@@ -153,18 +155,18 @@ def together(batches: Generator[Read], start: int, who: Peers, device: torch.dev
         RuntimeError: another rank failed to read its batch. The rank that failed raises its own error.
     """
     copier = Copier(device)
-    seen = _BatchDigests(looking=len(who.places) > 1 and process_groups.between_processes())
-    counter: itertools.count[int] = per_mesh(who.mesh, "feeds", itertools.count)
+    digests = _BatchDigests(looking=len(peers.places) > 1 and process_groups.between_processes())
+    counter: itertools.count[int] = per_mesh(peers.mesh, "feeds", itertools.count)
     number = next(counter)  # counts iterators over this mesh, so that ranks that iterate differently are found
     with contextlib.closing(batches):
-        current, summaries = _next(batches, start, who, seen, copier, number)
+        current, summaries = _next(batches, start, peers, digests, copier, number)
         for step in itertools.count(start):
-            if _ended(current, summaries, step, who, seen):
+            if _ended(current, summaries, step, peers, digests):
                 return
-            on_its_way, sizes = current.batch, _sizes(summaries, step, who)
-            current, summaries = _next(batches, step + 1, who, seen, copier, number)
+            on_its_way, sizes = current.batch, _sizes(summaries, step, peers)
+            current, summaries = _next(batches, step + 1, peers, digests, copier, number)
             batch = copier.arrived(on_its_way)
-            yield batch if sizes is None or who.lengths is None else who.lengths.padded(batch, *sizes, who.name)
+            yield batch if sizes is None or peers.lengths is None else peers.lengths.padded(batch, *sizes, peers.name)
             del on_its_way, batch
 
 
@@ -186,133 +188,134 @@ class _Summaries:
 
 
 def _next(
-    batches: Iterator[Read], step: int, who: Peers, seen: _BatchDigests, copier: Copier, number: int
+    batches: Iterator[Read], step: int, peers: Peers, digests: _BatchDigests, copier: Copier, number: int
 ) -> tuple[Read, _Summaries | None]:
     """Starts to copy the next batch to the device, and to all-gather the ranks' summaries of it."""
     shapes, sizes = 0, [0] * SIZES
     try:
         read = next(batches, Read(State.END))
         if read.state in (State.BATCH, State.FILLED):
-            if len(who.places) > 1:
-                shapes = digest(_kinds(read.batch, who))
+            if len(peers.places) > 1:
+                shapes = digest(_kinds(read.batch, peers))
                 sizes = sizes_of(read.batch)
-            if seen.looking:
-                seen.add(read.batch)
+            if digests.looking:
+                digests.add(read.batch)
             read = Read(read.state, copier.start(read.batch))
     except Exception as error:  # not raised before all ranks know of it, in `_ended`
         read = Read(State.FAILED, error=without_frames(error))
     # Threads, which run in tests, compare only where ranks would do something else without.
-    threads_meet = process_groups.worlds_of_threads() and (who.unequal or who.lengths is not None)
-    if len(who.places) == 1 or not (process_groups.between_processes() or threads_meet):
+    threads_meet = process_groups.worlds_of_threads() and (peers.unequal or peers.lengths is not None)
+    if len(peers.places) == 1 or not (process_groups.between_processes() or threads_meet):
         return read, None
-    contents = seen.digest if seen.looking else 0
-    return read, _send([number, step, read.state, shapes, contents, len(seen.rows), *sizes], who)
+    contents = digests.digest if digests.looking else 0
+    return read, _send([number, step, read.state, shapes, contents, len(digests.rows), *sizes], peers)
 
 
-def _kinds(batch: Any, who: Peers) -> list[str]:
-    """What must be equal in batches of all ranks: paths and dtypes, and shapes unless lengths may differ."""
-    return kinds(batch) if who.lengths is None else kinds_but_sizes(batch)
+def _kinds(batch: Any, peers: Peers) -> list[str]:
+    """The kinds of leaves that must be equal on all ranks; without sizes if lengths may differ."""
+    return kinds(batch) if peers.lengths is None else kinds_but_sizes(batch)
 
 
-def _sizes(summaries: _Summaries | None, step: int, who: Peers) -> tuple[list[int], list[int]] | None:
+def _sizes(summaries: _Summaries | None, step: int, peers: Peers) -> tuple[list[int], list[int]] | None:
     """The smallest and largest size of each dimension over ranks; None if sizes cannot differ.
 
     Raises:
         ValueError: ranks that must have the same rows have batches of other shapes.
     """
-    if who.lengths is None or summaries is None:
+    if peers.lengths is None or summaries is None:
         return None
     sizes = summaries.rows[:, -SIZES:]
-    _first_at_places(sizes.tolist(), "have other shapes", step, who)
+    _first_at_places(sizes.tolist(), "have other shapes", step, peers)
     return sizes.amin(0).tolist(), sizes.amax(0).tolist()
 
 
-def _first_at_places(every: Sequence[Any], differ: str, step: int, who: Peers) -> dict[int, int]:
+def _first_at_places(every: Sequence[Any], differ: str, step: int, peers: Peers) -> dict[int, int]:
     """The first rank, by its index, at each place along the axes.
 
     Args:
         every: a value for each rank's batch.
         differ: what it means for the batches if the values differ, for the message.
         step: of the batches.
-        who: compares them.
+        peers: the ranks that compare them.
 
     Raises:
         ValueError: ranks at the same place have different values.
     """
     first: dict[int, int] = {}
-    for i, place in enumerate(who.places):
+    for i, place in enumerate(peers.places):
         j = first.setdefault(place, i)
         if every[i] != every[j]:
             raise ValueError(
-                f"{who.name}: ranks {who.ranks[j]} and {who.ranks[i]} stand at the same place along {who.along}, and "
-                f"so must get the same rows, but their batches of step {step} {differ}. Name all axes along which rows "
-                f"differ in axes=, or give both the same rows"
+                f"{peers.name}: ranks {peers.ranks[j]} and {peers.ranks[i]} stand at the same place along "
+                f"{peers.along}, and so must get the same rows, but their batches of step {step} {differ}. Name all "
+                f"axes along which rows differ in axes=, or give both the same rows"
             )
     return first
 
 
-def _send(row: list[int], who: Peers) -> _Summaries:
+def _send(row: list[int], peers: Peers) -> _Summaries:
     if process_groups.worlds_of_threads():  # which meet at once
-        own = torch.tensor(row, device="cpu")
-        return _Summaries("", None, gathered(own, who.mesh, None, "the next batch", who.name), own)
-    group, rows = cpu_group(who.ranks, "feed"), torch.empty(len(who.places), len(row), dtype=torch.int64, device="cpu")
-    own = torch.tensor([row], device="cpu")
-    return _Summaries(group.group_name, process_groups.start_all_gather(rows, own, group), rows, own)
+        own_row = torch.tensor(row, device="cpu")
+        return _Summaries("", None, gathered(own_row, peers.mesh, None, "the next batch", peers.name), own_row)
+    group = cpu_group(peers.ranks, "feed")
+    rows = torch.empty(len(peers.places), len(row), dtype=torch.int64, device="cpu")
+    own_row = torch.tensor([row], device="cpu")
+    return _Summaries(group.group_name, process_groups.start_all_gather(rows, own_row, group), rows, own_row)
 
 
-def _ended(mine: Read, summaries: _Summaries | None, step: int, who: Peers, seen: _BatchDigests) -> bool:
+def _ended(local_read: Read, summaries: _Summaries | None, step: int, peers: Peers, digests: _BatchDigests) -> bool:
     """Whether the step has no batch; raises on every rank if anything is wrong on one."""
     if summaries is None:
-        if mine.error is not None:
-            raise mine.error
-        return mine.state in (State.END, State.FILLED)
+        if local_read.error is not None:
+            raise local_read.error
+        return local_read.state in (State.END, State.FILLED)
     if summaries.work is not None:
-        with waiting.on("the next batch", summaries.group, who.name, note=f"It is that of step {step}"):
+        with waiting.on("the next batch", summaries.group, peers.name, note=f"It is that of step {step}"):
             summaries.work.wait()
     numbers, steps, states, shapes, contents, rows = summaries.rows[:, :6].T.tolist()
     if len({*zip(numbers, steps, strict=True)}) > 1:
         if ASTRAY not in numbers:  # a rank that is ahead has begun another all-gather, and waits for this one to join
-            _astray.append(_send([ASTRAY] * summaries.rows.shape[1], who))
+            _astray.append(_send([ASTRAY] * summaries.rows.shape[1], peers))
         raise ValueError(
-            f"{who.name}: ranks ask for different batches: those of steps {steps}, in the order of their ranks "
-            f"{who.ranks}, by their iterators number {numbers}. All ranks iterate alike, and stop at the same step"
+            f"{peers.name}: ranks ask for different batches: those of steps {steps}, in the order of their ranks "
+            f"{peers.ranks}, by their iterators number {numbers}. All ranks iterate alike, and stop at the same step"
         )
     if State.FAILED in states:
-        _raise_failed(mine, states, step, who)
+        _raise_failed(local_read, states, step, peers)
     if State.END in states:
-        if not who.unequal and {*states} != {State.END}:
-            short = [rank for rank, state in zip(who.ranks, states, strict=True) if state == State.END]
-            long = [rank for rank in who.ranks if rank not in short]
+        if not peers.unequal and {*states} != {State.END}:
+            short = [rank for rank, state in zip(peers.ranks, states, strict=True) if state == State.END]
+            long = [rank for rank in peers.ranks if rank not in short]
             raise ValueError(
-                f"{who.name}: {_ranks(short)} no batch for step {step}, and {_ranks(long)} one. All ranks need as many "
-                f"batches, or some would wait for the others in vain: drop or pad what is left over"
+                f"{peers.name}: {_ranks(short)} no batch for step {step}, and {_ranks(long)} one. All ranks need as "
+                f"many batches, or some would wait for the others in vain: drop or pad what is left over"
             )
         return True
     if {*states} == {State.FILLED}:
         return True
     if len(set(shapes)) > 1:
-        _differ(mine, step, who)
-    if seen.looking:
-        _compare(contents, rows, step, who)
-        by_place = dict(zip(who.places, contents, strict=True))
+        _differ(local_read, step, peers)
+    if digests.looking:
+        _compare(contents, rows, step, peers)
+        by_place = dict(zip(peers.places, contents, strict=True))
         # Ranks at different places may have had only equal rows so far, but too few to rule out chance.
-        seen.looking = step < LOOKS and who.distinct and len(set(by_place.values())) < len(by_place)
+        digests.looking = step < LOOKS and peers.distinct and len(set(by_place.values())) < len(by_place)
     return False
 
 
 _astray: list[_Summaries] = []  # all-gathers that may never complete, kept referenced
 
 
-def _raise_failed(mine: Read, states: list[int], step: int, who: Peers) -> None:
+def _raise_failed(local_read: Read, states: list[int], step: int, peers: Peers) -> None:
     text = ""
-    if mine.error is not None:
-        text = short("".join(traceback.format_exception(mine.error, limit=-FRAMES)).strip(), TEXT)
-    texts = team_of([grid_of(who.mesh)], "compare").gathered(text, f"{who.name}: an error's text")
-    if mine.error is not None:
-        raise mine.error
+    if local_read.error is not None:
+        text = short("".join(traceback.format_exception(local_read.error, limit=-FRAMES)).strip(), TEXT)
+    texts = team_of([grid_of(peers.mesh)], "compare").gathered(text, f"{peers.name}: an error's text")
+    if local_read.error is not None:
+        raise local_read.error
     failed = states.index(State.FAILED)
     raise RuntimeError(
-        f"{who.name}: rank {who.ranks[failed]} could not read its batch of step {step}:\n{texts[failed]}"
+        f"{peers.name}: rank {peers.ranks[failed]} could not read its batch of step {step}:\n{texts[failed]}"
     )
 
 
@@ -321,31 +324,31 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank {shown} has" if len(ranks) == 1 else f"ranks {shown} have"
 
 
-def _differ(mine: Read, step: int, who: Peers) -> None:
-    copy: BatchCopy = mine.batch
+def _differ(local_read: Read, step: int, peers: Peers) -> None:
+    copy: BatchCopy = local_read.batch
     advice = "On every step all ranks have batches alike"
-    if who.lengths is None:
+    if peers.lengths is None:
         advice = (
             "On every step all ranks have batches of equal shapes: drop a last one with fewer rows (drop_last=True); "
             'pad="ranks" fills them up to the longest of all ranks, pad="own" is for a step that takes what each rank '
             "has, with in_specs=..."
         )
-    agree(_kinds(copy.batch, who), who.mesh, who.name, subject=(f"the batches of step {step}", advice))
+    agree(_kinds(copy.batch, peers), peers.mesh, peers.name, subject=(f"the batches of step {step}", advice))
 
 
-def _compare(contents: list[int], rows: list[int], step: int, who: Peers) -> None:
-    first = _first_at_places(contents, "differ", step, who)
-    if not who.distinct:
+def _compare(contents: list[int], rows: list[int], step: int, peers: Peers) -> None:
+    first = _first_at_places(contents, "differ", step, peers)
+    if not peers.distinct:
         return
     owner: dict[int, int] = {}
     for place, i in first.items():
         j = owner.setdefault(contents[i], i)
         if i != j and rows[i] >= TELLING:
             raise ValueError(
-                f"{who.name}: ranks {who.ranks[j]} and {who.ranks[i]} get the same rows, though they stand at places "
-                f"{who.places[j]} and {place} along {who.along}: up to step {step} their batches were equal, and "
-                f"{rows[i]} different rows were in them. Give a sampler num_replicas={len(first)} and each rank its "
-                f"place, as torch's DistributedSampler takes them; or let sf.run.batches cut the rows"
+                f"{peers.name}: ranks {peers.ranks[j]} and {peers.ranks[i]} get the same rows, though they stand at "
+                f"places {peers.places[j]} and {place} along {peers.along}: up to step {step} their batches were "
+                f"equal, and {rows[i]} different rows were in them. Give a sampler num_replicas={len(first)} and each "
+                f"rank its place, as torch's DistributedSampler takes them; or let sf.run.batches cut the rows"
             )
 
 
@@ -398,7 +401,7 @@ class Checked:
 
 
 def checked(loader: Iterable[Any], mesh: DeviceMesh, axes: AxisName, *, pad: Pad | None = None) -> Checked:
-    """Wraps a loader of your own, so that its batches are compared between ranks before any rank gets one.
+    """Wraps a loader, so that its batches are compared between ranks before any rank gets one.
 
     These raise on every rank, instead of wrong training or a hang: ranks at different places along `axes` have the same
     rows, as with a forgotten sampler; ranks at the same place have different rows; numbers of batches differ, or the

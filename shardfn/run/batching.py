@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardfn.collectives.agree import agree, failing_together
 from shardfn.mesh.axes import device_of, sizes
 from shardfn.mesh.grid import AxisName
-from shardfn.optim.hyperparameters import whole
+from shardfn.optim.hyperparameters import check_integer
 from shardfn.quoting import short_errors
 from shardfn.run.batch_consistency import Peers, Read, State, axes_of, peers, together
 from shardfn.run.collating import Collate, Lengths, Pad, lengths_of
@@ -68,7 +68,7 @@ class Batches:
         Raises:
             ValueError: a negative step.
         """
-        whole(NAME, "start", start, 0)
+        check_integer(NAME, "start", start, 0)
         return together(self._open(start), start, self._peers, device_of(self.mesh))
 
     def __iter__(self) -> Generator[Any]:
@@ -99,7 +99,7 @@ def batches(
     rate: float | None = None,
     sampler: Sampler | None = None,
 ) -> Batches:
-    """Batches of rows, cut along mesh axes, in an order that depends on the seed and the step only.
+    """Batches of rows, sharded over mesh axes, in an order that depends only on seed and step.
 
     Each rank reads only its own rows: the batch of a step is the concatenation of the parts along `axes`, however many
     there are. Ranks along other axes get the same rows. To resume, only the step number is needed. All ranks of the
@@ -155,7 +155,7 @@ def batches(
     sizes(mesh)
     with failing_together([mesh], NAME):  # a source may raise anything
         lengths = lengths_of(pad, collate, NAME)
-        made, facts = _made(
+        result, facts = _make_batches(
             source,
             mesh,
             axes,
@@ -173,43 +173,43 @@ def batches(
             sampler,
         )
     values = {
-        **made.identity,
+        **result.identity,
         "batch": batch,
         "start": start,
         "epochs": epochs,
-        "axes": made.axes,
-        "pad": made._peers.lengths,
+        "axes": result.axes,
+        "pad": result._peers.lengths,
     }
     digest = values.pop("source")
     compared = [*(f"{name}={value!r}" for name, value in values.items()), *facts]
     agree([*compared, f"rows of the source with checksum {digest}"], mesh, NAME, subject=_SOURCES)
-    return made
+    return result
 
 
-def _made(
+def _make_batches(
     source: Any, mesh: DeviceMesh, axes: Any, batch: int, seed: int, start: int, epochs: int | None, shuffle: bool,
     last: Last, collate: Collate | None, workers: int, prefetch: int, lengths: Lengths | None, rate: float | None,
     sampler: Sampler | None,
 ) -> tuple[Batches, list[str]]:  # fmt: skip
     """The batches, and a line for each fact about their source."""
     axes = axes_of(axes, mesh, NAME)
-    for name, value, least in (("batch", batch, 1), ("workers", workers, 0), ("prefetch", prefetch, 0)):
-        whole(NAME, name, value, least)
+    for name, value, minimum in (("batch", batch, 1), ("workers", workers, 0), ("prefetch", prefetch, 0)):
+        check_integer(NAME, name, value, minimum)
     if epochs is not None:
-        whole(NAME, "epochs", epochs, 1)
-    whole(NAME, "start", start, 0)
+        check_integer(NAME, "epochs", epochs, 1)
+    check_integer(NAME, "start", start, 0)
     if last not in get_args(Last):
         raise ValueError(f"{NAME}: last={last!r}; what becomes of an epoch's last rows is one of {get_args(Last)}")
     if collate is not None and not callable(collate):
-        raise TypeError(f"{NAME}: collate={collate!r}; it is a function of a list of rows")
+        raise TypeError(f"{NAME}: collate must be a function of a list of rows, got {collate!r}")
     if type(shuffle) is not bool:
-        raise TypeError(f"{NAME}: shuffle={shuffle!r}; it is True or False")
+        raise TypeError(f"{NAME}: shuffle must be True or False, got {shuffle!r}")
     if rate is not None:
         _check_rate(rate, source, shuffle and last == "drop" and epochs is None)
     seed = int_seed(seed)
-    who = peers(mesh, axes, NAME, lengths, unequal=isinstance(source, Stream))
-    size = portion(batch, max(who.places) + 1, axes)
-    first = who.places[who.ranks.index(dist.get_rank())] * size
+    group = peers(mesh, axes, NAME, lengths, unequal=isinstance(source, Stream))
+    size = portion(batch, max(group.places) + 1, axes)
+    first = group.places[group.ranks.index(dist.get_rank())] * size
     identity: dict[str, str | int] = {"seed": seed, "batch": batch, "shuffle": int(shuffle), "last": last}
     device = device_of(mesh)
     if sampler is not None and (not callable(sampler) or rate is not None or isinstance(source, Stream)):
@@ -222,7 +222,7 @@ def _made(
         identity["source"], facts = stream_facts(source)
         streamed.check(workers)
         reads = partial(streamed.opened, workers, prefetch, device)
-        return Batches(axes, identity, None, start, None, who, reads), facts
+        return Batches(axes, identity, None, start, None, group, reads), facts
     source = opened(source)
     order: Order | Sample = Order(len(source), batch, seed, shuffle, last, epochs)
     if sampler is not None:
@@ -232,7 +232,7 @@ def _made(
     if rate is not None:
         order = Sample(len(source), batch, seed, float(rate))
         identity = {"seed": seed, "rate": repr(order.rate)}
-        _check_room(order, max(who.places) + 1)
+        _check_room(order, max(group.places) + 1)
     elif last == "drop" and batch > order.count:
         raise ValueError(
             f'{NAME}: batch={batch} rows a step, and the source has {order.count}: last="drop" leaves none. Say '
@@ -242,7 +242,7 @@ def _made(
     digest, facts = sampled(source, seed)
     identity |= {"rows": len(source), "source": digest}
     reads = partial(_reads, reader, workers, prefetch, device)
-    return Batches(axes, identity, order.steps_per_epoch, start, order.steps, who, reads), facts
+    return Batches(axes, identity, order.steps_per_epoch, start, order.steps, group, reads), facts
 
 
 def _reads(reader: BatchReader, workers: int, prefetch: int, device: torch.device, start: int) -> Generator[Read]:
@@ -262,9 +262,13 @@ def _reads(reader: BatchReader, workers: int, prefetch: int, device: torch.devic
 
 def _check_rate(rate: Any, source: Any, default: bool) -> None:
     if isinstance(rate, bool) or not isinstance(rate, (int, float)):
-        raise TypeError(f"{NAME}: rate={rate!r}; it is the probability of each row at each step, a number, or None")
+        raise TypeError(
+            f"{NAME}: rate must be the probability of each row at each step, a number, or None, got {rate!r}"
+        )
     if not 0 < rate <= 1:
-        raise ValueError(f"{NAME}: rate={rate!r}; it is the probability of each row at each step, above 0, at most 1")
+        raise ValueError(
+            f"{NAME}: rate must be the probability of each row at each step, above 0, at most 1, got {rate!r}"
+        )
     if not default:
         raise ValueError(f"{NAME}: rate={rate!r} samples each step anew: leave out epochs=, shuffle= and last=")
     if isinstance(source, Stream):
@@ -273,11 +277,11 @@ def _check_rate(rate: Any, source: Any, default: bool) -> None:
 
 def _check_room(sample: Sample, places: int) -> None:
     """Raises ValueError if samples would often be larger than a batch."""
-    least = room(sample.count, sample.rate)
-    if sample.batch < least:
+    needed = room(sample.count, sample.rate)
+    if sample.batch < needed:
         raise ValueError(
             f"{NAME}: batch={sample.batch} is the most rows that a step may have, and samples have "
-            f"{sample.count * sample.rate:.4g} on average, sometimes more: say batch={-(-least // places) * places}, "
+            f"{sample.count * sample.rate:.4g} on average, sometimes more: say batch={-(-needed // places) * places}, "
             f"which is too few with a probability of at most {RARE:g} a step"
         )
 

@@ -48,9 +48,9 @@ class Origin:
                 f"another folder for another run"
             )
         if self.batches != saved.batches:
-            theirs, mine = _facts(saved.batches), _facts(self.batches)
-            differ = [f"{name} was {theirs.get(name)!r} and is {mine.get(name)!r}" for name in {**theirs, **mine}
-                      if theirs.get(name) != mine.get(name)]  # fmt: skip
+            stored, current = _facts(saved.batches), _facts(self.batches)
+            differ = [f"{name} was {stored.get(name)!r} and is {current.get(name)!r}" for name in {**stored, **current}
+                      if stored.get(name) != current.get(name)]  # fmt: skip
             raise ValueError(
                 f"sf.run.loop: the batches are not those of the run in {path}: {findings(differ)}. Steps after it "
                 f"would get other rows: give the batches as they were, or pass another folder for another run"
@@ -92,26 +92,26 @@ def loaded(path: Path, state: Any, origin: Origin) -> tuple[Any, dict[str, Any]]
     """
     # The head is checked first: a checkpoint of another run must not overwrite the state.
     finish()
-    team = team_of(grids(state), "run")
-    head = team.together(f"load {path}", lambda: _head(path) if team.rank == 0 else {})[0]
+    group = team_of(grids(state), "run")
+    head = group.together(f"load {path}", lambda: _head(path) if group.rank == 0 else {})[0]
     origin.check(Origin(head["run.seed"], head["run.batches"]), path)
-    if team.rank == 0:
-        theirs = source_of(path).numbers
-        for name, ours in contents({"state": state}, shared=False).numbers.items():
-            if ".numbers." in name and name in theirs and theirs[name] != ours:  # a hyperparameter of the optimizer
+    if group.rank == 0:
+        stored = source_of(path).numbers
+        for name, value in contents({"state": state}, shared=False).numbers.items():
+            if ".numbers." in name and name in stored and stored[name] != value:  # a hyperparameter of the optimizer
                 _log.warning(
                     "%s has %s = %r, which goes on, and the program has %r: to change a number of a run, let it be a "
-                    "function of the step", path, name, theirs[name], ours,
+                    "function of the step", path, name, stored[name], value,
                 )  # fmt: skip
     loaded_state = checkpoint.load(path, tree(state, 0, origin))["state"]
     parts = json.loads(head["run.parts"])
-    own = parts[0] if len(parts) == 1 else parts[team.rank] if len(parts) == team.size else "[]"
-    recall(own, ranks_of(team))
+    local_parts = parts[0] if len(parts) == 1 else parts[group.rank] if len(parts) == group.size else "[]"
+    recall(local_parts, ranks_of(group))
     return loaded_state, head
 
 
 def _head(path: Path) -> dict[str, Any]:
-    """The contents of a checkpoint besides the state, by name."""
+    """The contents of a checkpoint apart from the state, by name."""
     numbers = source_of(path).numbers
     lacks = [name for name, kind in HEAD.items() if not isinstance(numbers.get(name), kind)]
     if lacks:
@@ -165,18 +165,18 @@ class Saver:
         """
         self.finish()
         steps = [] if self.saved is None else [self.saved]
-        team = team_of(grids(state), "run")
-        self.keeping.values = self.values(team, step, steps, history)
+        group = team_of(grids(state), "run")
+        self.keeping.values = self.values(group, step, steps, history)
         self.began, self.saved = time.monotonic(), step
         # How many parts batches were cut into to fit memory: one entry, or one for each rank if they differ.
-        parts = team.gathered(remembered(ranks_of(team)), "comparing the parts of batches")
+        parts = group.gathered(remembered(ranks_of(group)), "comparing the parts of batches")
         parts_as_json = json.dumps(parts[:1] if len(set(parts)) == 1 else parts)
         content = tree(state, step, self.origin, parts_as_json, self.keeping.packed())
         surplus = partial(self.keeping.surplus, values=dict(self.keeping.values))
         self.pending = begin(lambda: Save(self.path(step), content, True, surplus, self.lock.check))
 
     def values(
-        self, team: RankGroup, step: int, steps: list[int], history: Mapping[str, Mapping[int, float]]
+        self, group: RankGroup, step: int, steps: list[int], history: Mapping[str, Mapping[int, float]]
     ) -> dict[int, float]:
         """The values of the metric that decides the best checkpoint, by step, as the first rank has them.
 
@@ -185,7 +185,7 @@ class Saver:
         """
         if self.keeping.best is None:
             return {}
-        return team.together("compare checkpoints", lambda: self.keeping.known(step, steps, history))[0]
+        return group.together("compare checkpoints", lambda: self.keeping.known(step, steps, history))[0]
 
     def look(self) -> None:
         """Notes without waiting whether the last checkpoint is complete, how long it took, and any error."""

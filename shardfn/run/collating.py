@@ -23,7 +23,7 @@ Pad = Literal["ranks", "own"] | Mapping[Any, float]
 
 @dataclass(frozen=True)
 class Lengths:
-    """How to handle batches that are longer on some ranks.
+    """The padding of batches that are longer on some ranks.
 
     Attributes:
         values: padding values by the last key of a leaf's path; None leaves batches as they are.
@@ -31,29 +31,30 @@ class Lengths:
 
     values: Mapping[Any, float] | None
 
-    def padded(self, batch: Any, least: Sequence[int], most: Sequence[int], name: str) -> Any:
+    def padded(self, batch: Any, min_sizes: Sequence[int], max_sizes: Sequence[int], name: str) -> Any:
         """Pads a batch at the ends to the largest size of each dimension over ranks.
 
         Args:
             batch: of this rank.
-            least: smallest sizes over ranks, of all dimensions leaf by leaf.
-            most: largest sizes, likewise.
+            min_sizes: smallest sizes over ranks, of all dimensions leaf by leaf.
+            max_sizes: largest sizes, likewise.
             name: of the public function, for messages.
 
         Raises:
             ValueError: a leaf needs padding and has no padding value. All ranks raise it, or none.
         """
-        if self.values is None or least == most:
+        if self.values is None or min_sizes == max_sizes:
             return batch
         paths, leaves, tree = optree.tree_flatten_with_path(batch, none_is_leaf=True)
         position, filled = 0, []
         for path, leaf in zip(paths, leaves, strict=True):
             dims = slice(position, position := position + len(shape_of(leaf)))
-            same = least[dims] == most[dims]
-            filled.append(leaf if same else _filled(leaf, most[dims], self._value(path, leaf, most[dims], name)))
+            same = min_sizes[dims] == max_sizes[dims]
+            target = max_sizes[dims]
+            filled.append(leaf if same else _filled(leaf, target, self._value(path, leaf, target, name)))
         return optree.tree_unflatten(tree, filled)
 
-    def _value(self, path: tuple[Any, ...], leaf: Any, most: Sequence[int], name: str) -> float:
+    def _value(self, path: tuple[Any, ...], leaf: Any, max_sizes: Sequence[int], name: str) -> float:
         assert self.values is not None, "somebody asked for padding"
         key = path[-1] if path else "x"
         integral = not described(leaf).startswith(("float", "bfloat", "complex"))
@@ -62,11 +63,12 @@ class Lengths:
             known = {**KNOWN, **{end: value for end, value in self.values.items() if isinstance(end, str)}}
             value = next((value for end, value in known.items() if str(key).endswith(f"_{end}") or key == end), None)
         if value is None or (integral and value != int(value)):
-            why = "nothing says what to fill it with" if value is None else f"pad[{key!r}]={value} is no whole number"
-            dtype, dims = described(leaf).partition(" ")[0], ", ".join(map(str, most))
+            wrong = f"pad[{key!r}]={value} is no whole number"
+            reason = "nothing says what to fill it with" if value is None else wrong
+            dtype, dims = described(leaf).partition(" ")[0], ", ".join(map(str, max_sizes))
             raise ValueError(
-                f"{name}: batch{written(path)}, {dtype}, has other sizes on other ranks, up to [{dims}], and {why}: "
-                f"say pad={{{key!r}: ...}}, by the leaf's last key"
+                f"{name}: batch{written(path)}, {dtype}, has other sizes on other ranks, up to [{dims}], and "
+                f"{reason}: say pad={{{key!r}: ...}}, by the leaf's last key"
             )
         return value
 
@@ -105,8 +107,8 @@ def lengths_of(pad: Any, collate: Any, name: str) -> Lengths | None:
         return Lengths(_of_tokenizer(collate))
     if not isinstance(pad, Mapping):
         raise TypeError(
-            f'{name}: pad={pad!r}; it is "ranks", to the longest of all ranks; a dict of what to fill with, by key; '
-            f'"own", for batches that stay as long as each rank has them; or None'
+            f'{name}: pad must be "ranks", to the longest of all ranks; a dict of padding values by key; '
+            f'"own", for batches of different lengths; or None, got {pad!r}'
         )
     wrong = [
         key for key, value in pad.items() if not isinstance(value, (int, float)) or not isinstance(key, (str, int))
@@ -175,9 +177,9 @@ def _difference(rows: list[Any], numbers: Sequence[int]) -> Exception | None:
     """An error that names the first row whose leaves differ from those of the first row."""
     first = kinds(rows[0])
     for row, number in zip(rows[1:], numbers[1:], strict=True):
-        if (own := kinds(row)) != first:
-            a = [line for line in first if line not in own][:2]
-            b = [line for line in own if line not in first][:2]
+        if (row_kinds := kinds(row)) != first:
+            a = [line for line in first if line not in row_kinds][:2]
+            b = [line for line in row_kinds if line not in first][:2]
             return ValueError(
                 f"rows of a batch must be alike: row {number} of the source has {listed(b) or 'less'}, and row "
                 f"{numbers[0]} has {listed(a) or 'less'}. Pad or crop them in the data set, or pass collate="
@@ -304,5 +306,5 @@ def rows_of(batch: Any) -> list[int]:
     sizes = {len(x) if x.ndim else 0 for x in leaves}
     if len(sizes) != 1:
         return [digest(batch)]
-    here = [x.detach().cpu() if isinstance(x, Tensor) else x for x in leaves]
-    return [digest([x[row] for x in here]) for row in range(sizes.pop())]
+    host_leaves = [x.detach().cpu() if isinstance(x, Tensor) else x for x in leaves]
+    return [digest([x[row] for x in host_leaves]) for row in range(sizes.pop())]

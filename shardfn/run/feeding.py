@@ -1,4 +1,4 @@
-"""Copies batches out of user memory, reads them ahead in a thread, and copies them to the device beside its work."""
+"""Copies batches out of user memory, reads them ahead in a thread, and copies them to the device."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _EndOfBatches:
 
 @dataclass(eq=False)
 class _Ahead:
-    """What a reading thread shares with its consumer.
+    """The state that a reading thread shares with its consumer.
 
     Attributes:
         items: batches, in order.
@@ -131,7 +131,7 @@ def locked(batch: Any, device: torch.device) -> Any:
 
 
 class Copier:
-    """Copies batches to a device on a stream of its own."""
+    """Copies batches to a device on a separate stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -144,10 +144,10 @@ class Copier:
         if self.device.type == "cpu":
             return BatchCopy(batch, None)
         with self._module.stream(self._stream):
-            moved = optree.tree_map(self._moved, batch)
-            return BatchCopy(moved, self._stream.record_event())
+            copied = optree.tree_map(self._to_device, batch)
+            return BatchCopy(copied, self._stream.record_event())
 
-    def _moved(self, x: Any) -> Any:
+    def _to_device(self, x: Any) -> Any:
         return x.to(self.device, non_blocking=True) if isinstance(x, Tensor) else x
 
     def arrived(self, copy: BatchCopy) -> Any:
@@ -201,5 +201,5 @@ def _copied(leaf: Any) -> Any:
 
 
 def fresh(loader: Any) -> bool:
-    """Whether each batch has memory of its own: `default_collate` stacks rows, and no user code runs after it."""
+    """Whether no two batches share memory: `default_collate` stacks rows, and no user code follows."""
     return type(loader) is DataLoader and loader.collate_fn is default_collate

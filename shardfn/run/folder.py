@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardfn.checkpoint.disk import sync
-from shardfn.checkpoint.folders import aside, intact, names_in, restored, seen
+from shardfn.checkpoint.folders import intact, names_in, restored, seen, staging_path
 from shardfn.checkpoint.manifest import MANIFEST
 from shardfn.checkpoint.team import CheckpointError, RankGroup
 from shardfn.checkpoint.verifying import verify
@@ -63,15 +63,15 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def chosen(team: RankGroup, folder: Path, resume: Resume) -> Choice:
+def chosen(group: RankGroup, folder: Path, resume: Resume) -> Choice:
     """Finds the newest complete checkpoint in a folder, as the first rank sees it.
 
     Raises:
         CheckpointError: the folder or a checkpoint cannot be read; or a newer one is incomplete and `resume` is not
             `"previous"`; or all are incomplete. The same on every rank.
     """
-    what = f"look for checkpoints in {folder}"
-    return team.together(what, lambda: _chosen(folder, resume) if team.rank == 0 else Choice(None, {}))[0]
+    task = f"look for checkpoints in {folder}"
+    return group.together(task, lambda: _chosen(folder, resume) if group.rank == 0 else Choice(None, {}))[0]
 
 
 def _chosen(folder: Path, resume: Resume) -> Choice:
@@ -110,7 +110,7 @@ def _refusal(torn: dict[Path, str], path: Path | None) -> str:
     )
 
 
-def put_aside(team: RankGroup, torn: dict[Path, str]) -> None:
+def put_aside(group: RankGroup, torn: dict[Path, str]) -> None:
     """Renames incomplete checkpoints so that they no longer count as checkpoints, and logs it.
 
     Raises:
@@ -119,16 +119,16 @@ def put_aside(team: RankGroup, torn: dict[Path, str]) -> None:
 
     def rename() -> None:
         for path, flaw in torn.items():
-            target, number = aside(path, "damaged"), 1
+            target, number = staging_path(path, "damaged"), 1
             while os.path.lexists(target):
-                target, number = aside(path, f"damaged.{number}"), number + 1
+                target, number = staging_path(path, f"damaged.{number}"), number + 1
             restored(path).rename(target)
             _log.warning("%s is not whole, and not gone on from; it is now %s: %s", path, target.name, flaw)
         for folder in {path.parent for path in torn}:
             sync(folder)
 
     if torn:
-        team.first(f"put {', '.join(path.name for path in torn)} aside", rename)
+        group.first(f"put {', '.join(path.name for path in torn)} aside", rename)
 
 
 HEAD = {"step": int, "run.seed": int, "run.batches": str, "run.parts": str, "run.best": str}
@@ -153,22 +153,22 @@ class Best:
         return min(values, key=lambda step: (sign * values[step], step), default=None)
 
 
-def best_of(given: Any, evaluations: Mapping[str, Any]) -> Best | None:
+def best_of(best: Any, evaluations: Mapping[str, Any]) -> Best | None:
     """Checks the argument `best`.
 
     Raises:
         TypeError, ValueError: it has another form, or names a metric of an evaluation that is not made.
     """
-    if given is None:
+    if best is None:
         return None
-    metric, which = given if isinstance(given, tuple) and len(given) == 2 else (given, "lowest")
+    metric, which = best if isinstance(best, tuple) and len(best) == 2 else (best, "lowest")
     if not isinstance(metric, str) or which not in ("lowest", "highest"):
         raise TypeError(
-            f"sf.run.loop: best={given!r}; it is the name of a metric, 'eval/loss', of which the lowest is best, or "
+            f"sf.run.loop: best={best!r}; it is the name of a metric, 'eval/loss', of which the lowest is best, or "
             f"('eval/accuracy', 'highest')"
         )
     if metric.startswith("eval/") and not any(metric.startswith(f"{name}/") for name in evaluations):
-        raise ValueError(f"sf.run.loop: best={given!r}, and no evaluate= gives that metric")
+        raise ValueError(f"sf.run.loop: best={best!r}, and no evaluate= gives that metric")
     return Best(metric, which == "highest")
 
 
@@ -228,10 +228,10 @@ class Keeping:
         """The run checkpoints in a folder that should be deleted. Links are neither followed nor deleted."""
         if self.newest is None:
             return []
-        own = {path: step for path, step in steps_in(folder).items() if not path.is_symlink() and _is_of_run(path)}
-        candidates = {step: values[step] for step in own.values() if step in values}
+        steps = {path: step for path, step in steps_in(folder).items() if not path.is_symlink() and _is_of_run(path)}
+        candidates = {step: values[step] for step in steps.values() if step in values}
         best = None if self.best is None else self.best.of(candidates)
-        return [path for path in list(own)[: -self.newest] if own[path] != best]
+        return [path for path in list(steps)[: -self.newest] if steps[path] != best]
 
 
 def _is_of_run(path: Path) -> bool:
@@ -280,13 +280,14 @@ class Lock:
         began, warned = time.monotonic(), False
         try:
             while not self._try():
-                other, here = self._owner(self._content())
-                if time.monotonic() - began > (HERE if here else ELSEWHERE):
+                other, is_local = self._owner(self._content())
+                if time.monotonic() - began > (HERE if is_local else ELSEWHERE):
                     raise CheckpointError(
                         f"{self.path.parent} belongs to another run, which has not ended: {other}. Give one of the two "
-                        f"another folder, or end that one{'' if here else f'; if its host is gone, delete {self.path}'}"
+                        f"another folder, or end that one"
+                        f"{'' if is_local else f'; if its host is gone, delete {self.path}'}"
                     )
-                if not warned and not here:
+                if not warned and not is_local:
                     warned = True
                     _log.warning("waiting up to %g s for the run that has %s: %s", ELSEWHERE, self.path.parent, other)
                 time.sleep(0.05)

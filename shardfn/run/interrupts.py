@@ -58,25 +58,25 @@ class Interrupts:
         if self in _active:
             _active.remove(self)
 
-    def leaves(self, why: int) -> None:
+    def leaves(self, reason: int) -> None:
         """Ends the run for a reason, an index into `REASONS`; passes a signal on to the enclosing run, or the next."""
         if self._outer is not None:
-            self._outer.cut |= why == 2
-        elif why in (0, 3) and self.signalled is not None:
+            self._outer.cut |= reason == 2
+        elif reason in (0, 3) and self.signalled is not None:
             unheard[:] = [self.signalled]
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
+        time_s = time.monotonic()
         if self._outer is not None and self._outer.signalled is None:
-            self._outer.signalled = now
+            self._outer.signalled = time_s
         if self.signalled is None:
-            self.signalled = now
+            self.signalled = time_s
             name = signal.Signals(number).name
             saves = "without saving, as it has no save=" if self.save is None else "and saves, if every rank still can"
             _log.warning(
                 "%s: the run stops after this step %s; another one, %g s from now, ends it at once", name, saves, REPEAT
             )
-        elif now - self.signalled > REPEAT:
+        elif time_s - self.signalled > REPEAT:
             self._restore()
             os.kill(os.getpid(), number)  # again, now with its former effect
 
@@ -115,9 +115,9 @@ def seconds_of(limit: float | timedelta | None, saves: bool) -> float | None:
     if isinstance(limit, timedelta):
         limit = limit.total_seconds()
     if isinstance(limit, bool) or not isinstance(limit, (int, float)):
-        raise TypeError(f"sf.run.loop: limit={limit!r}; it is seconds, or a timedelta")
+        raise TypeError(f"sf.run.loop: limit must be seconds or a timedelta, got {limit!r}")
     if not limit > 0:
-        raise ValueError(f"sf.run.loop: limit={limit!r}; it is more than 0 seconds")
+        raise ValueError(f"sf.run.loop: limit must be more than 0 seconds, got {limit!r}")
     return float(limit)
 
 
@@ -134,11 +134,11 @@ def process_start() -> float:
 KEY = "run that ended early"  # key in `agreed` of a world
 
 
-def ended(save: Path | None, why: str) -> None:
+def ended(save: Path | None, reason: str) -> None:
     """Records whether a run that saves to this folder has ended early."""
     agreed, folder = world_of_thread().agreed, _absolute(save)
-    if why not in ("finished", "stopped"):
-        agreed[KEY] = folder, why
+    if reason not in ("finished", "stopped"):
+        agreed[KEY] = folder, reason
     elif agreed.get(KEY, (None, ""))[0] == folder:
         agreed.pop(KEY, None)
 
@@ -148,11 +148,11 @@ def refuse(save: Path | None) -> None:
 
     The run that ended early may continue, and so may one that saves nothing.
     """
-    folder, why = world_of_thread().agreed.get(KEY, (None, ""))
-    if why and save is not None and _absolute(save) != folder:
+    folder, reason = world_of_thread().agreed.get(KEY, (None, ""))
+    if reason and save is not None and _absolute(save) != folder:
         raise RuntimeError(
             f"sf.run.loop: the run before this one{f', in {folder},' if folder else ''} has ended early "
-            f"(run.ended == {why!r}), and save={str(save)!r} is another run, which would begin from a state that is "
+            f"(run.ended == {reason!r}), and save={str(save)!r} is another run, which would begin from a state that is "
             f"half trained and keep it: end the program where run.ended is not 'finished', and start it again, or let "
             f"the first run finish before"
         )

@@ -124,37 +124,37 @@ def loop(
     Example:
         ``state, run = sf.run.loop(step, state, batches, steps=10_000, save="runs/1", every=500, keep=3)``
     """
-    team = team_of(grids(state), "run")
-    given = {"steps": steps, "start": start, "save": save, "every": every, "keep": keep, "best": best, "resume": resume,
-             "evaluate": evaluate, "stop": stop, "report": report, "seed": seed, "limit": limit, "flops": flops,
-             "peak": peak}  # fmt: skip
-    where, places, wanted = _asked(team, step, state, batches, given)
+    group = team_of(grids(state), "run")
+    arguments = {"steps": steps, "start": start, "save": save, "every": every, "keep": keep, "best": best,
+                 "resume": resume, "evaluate": evaluate, "stop": stop, "report": report, "seed": seed, "limit": limit,
+                 "flops": flops, "peak": peak}  # fmt: skip
+    where, places, options = _check_options(group, step, state, batches, arguments)
     run = LoopState(
-        team=team,
-        asked=wanted,
-        failing=Failing(team),
-        stepping=Stepping(step, batches, wanted.seed, where, wanted.steps, wanted.numbered),
-        exchange=WordExchange(team),
-        reports=Reports(wanted.reports if team.rank == 0 else ()),
-        figures=StepFigures(wanted.flops, wanted.peak, team.size, places),
-        saver=_new_saver(wanted),
+        team=group,
+        asked=options,
+        failing=Failing(group),
+        stepping=Stepping(step, batches, options.seed, where, options.steps, options.numbered),
+        exchange=WordExchange(group),
+        reports=Reports(options.reports if group.rank == 0 else ()),
+        figures=StepFigures(options.flops, options.peak, group.size, places),
+        saver=_new_saver(options),
     )
-    with Interrupts(wanted.limit, wanted.save) as interrupts:
+    with Interrupts(options.limit, options.save) as interrupts:
         run.interrupts = interrupts
         try:
             state, first, path = _start(run, state)
-            run.reports.begin(first, wanted.steps, path)
+            run.reports.begin(first, options.steps, path)
             if run.saver is not None:
                 run.saver.whole = run.reports.saved
                 if path is None:
                     run.reports.saved(run.saver.path(first), first)
-            state, reached, why = _train(run, state, first)
+            state, reached, reason = _train(run, state, first)
             if run.saver is not None:
                 run.saver.finish()
                 _raise_wrong(run, state, run.exchange.now(run.word(reached)))  # a report of the last checkpoint
-            ended(wanted.save, why)
-            kept = _best(run, reached)
-            interrupts.leaves(REASONS.index(why))
+            ended(options.save, reason)
+            best_checkpoint = _best(run, reached)
+            interrupts.leaves(REASONS.index(reason))
             run.close()
         except BaseException:
             if run.saver is not None:
@@ -166,27 +166,29 @@ def loop(
             run.reports.end()
             if run.saver is not None:
                 run.saver.lock.release()
-    return state, Run(first, reached, why, run.history, kept)
+    return state, Run(first, reached, reason, run.history, best_checkpoint)
 
 
-def _new_saver(asked: LoopOptions) -> Saver | None:
-    if asked.save is None:
+def _new_saver(options: LoopOptions) -> Saver | None:
+    if options.save is None:
         return None
-    return Saver(asked.save, Keeping(asked.keep, asked.best), Origin(asked.seed, asked.identity))
+    return Saver(options.save, Keeping(options.keep, options.best), Origin(options.seed, options.identity))
 
 
-def _asked(team: RankGroup, step: Any, state: Any, batches: Any, given: dict[str, Any]) -> tuple[int, int, LoopOptions]:
+def _check_options(
+    group: RankGroup, step: Any, state: Any, batches: Any, arguments: dict[str, Any]
+) -> tuple[int, int, LoopOptions]:
     """This rank's place among those with different rows, their number, and the arguments, equal on all ranks."""
-    facts, wrong, arguments, where = {}, None, None, (0, 1)
+    facts, wrong, options, where = {}, None, None, (0, 1)
     try:
-        arguments, where = asked(step, batches, given), place(batches, state)
-        facts = arguments.facts()
-        refuse(arguments.save)
+        options, where = asked(step, batches, arguments), place(batches, state)
+        facts = options.facts()
+        refuse(options.save)
     except (TypeError, ValueError, RuntimeError) as error:
         wrong = error
-    compare(team, facts, wrong)
-    assert arguments is not None, "`compare` has raised otherwise"
-    return *where, arguments
+    compare(group, facts, wrong)
+    assert options is not None, "`compare` has raised otherwise"
+    return *where, options
 
 
 def _start(run: LoopState, state: Any) -> tuple[Any, int, Path | None]:
@@ -258,21 +260,21 @@ def _train(run: LoopState, state: Any, start: int) -> tuple[Any, int, str]:
         reached += 1
         if run.saver is not None:
             run.saver.look()
-        heard = run.exchange.turn(reached, run.word(reached))
-        if not heard and not run.due(reached):
+        received = run.exchange.turn(reached, run.word(reached))
+        if not received and not run.due(reached):
             continue
-        word = common(heard, _settle(run, reached))
-        _raise_wrong(run, state, word)
-        if word.stop or run.saves(reached):
+        combined = common(received, _combine_reports(run, reached))
+        _raise_wrong(run, state, combined)
+        if combined.stop or run.saves(reached):
             _save(run, state, reached)
-        if word.stop and reached < run.asked.steps:
-            return state, reached, REASONS[word.stop]
+        if combined.stop and reached < run.asked.steps:
+            return state, reached, REASONS[combined.stop]
         _evaluate(run, state, reached)
         if run.interrupts.cut:  # the next program repeats the evaluation at this step
             if run.saver is not None and run.saver.saved != reached:
                 _save(run, state, reached)
             return state, reached, REASONS[2]
-    _raise_wrong(run, state, _settle(run, reached))
+    _raise_wrong(run, state, _combine_reports(run, reached))
     return state, reached, REASONS[0]
 
 
@@ -303,16 +305,16 @@ def _read(run: LoopState, until: int) -> None:
         run.tell(step, metrics, run.figures.of(step, metrics))
 
 
-def _settle(run: LoopState, reached: int) -> Word:
+def _combine_reports(run: LoopState, reached: int) -> Word:
     """The words of all ranks, once each has read all its metrics."""
     with run.failing.here():
         _read(run, run.asked.steps)
     return run.exchange.now(run.word(reached))
 
 
-def _raise_wrong(run: LoopState, state: Any, word: Word) -> None:
+def _raise_wrong(run: LoopState, state: Any, combined: Word) -> None:
     """Raises on all ranks if one has failed, or had a metric that is not finite."""
-    if word.failed:
+    if combined.failed:
         error = run.error
         if run.saver is not None and error is not run.saver.error:
             run.saver.finish()
@@ -321,9 +323,9 @@ def _raise_wrong(run: LoopState, state: Any, word: Word) -> None:
             raise error
         rank, text = next((rank, text) for rank, text in enumerate(errors) if text is not None)
         raise RuntimeError(f"sf.run.loop: rank {rank} has failed: {text}. Look at the output of that rank first")
-    if word.bad_step is not None:
-        problem = run.bad[1] if run.bad is not None and run.bad[0] == word.bad_step else ""
-        raise _explain(run, state, word.bad_step, problem)
+    if combined.bad_step is not None:
+        problem = run.bad[1] if run.bad is not None and run.bad[0] == combined.bad_step else ""
+        raise _explain(run, state, combined.bad_step, problem)
 
 
 def _explain(run: LoopState, state: Any, step: int, problem: str) -> FloatingPointError:
@@ -472,7 +474,7 @@ class LoopState:
     stopped: bool = False
 
     def word(self, reached: int) -> Word:
-        """What this rank reports to the others after `reached` steps."""
+        """This rank's report to the other ranks after `reached` steps."""
         return Word(
             stop=3 if self.stopped else self.interrupts.reason(self._needs(reached)),
             failed=0 if self.error is None else 1 + self.team.rank,

@@ -32,33 +32,33 @@ def wrong_metrics(metrics: dict[str, float]) -> list[str]:
 
 
 def explain(
-    team: RankGroup, stepping: Stepping, state: Any, saver: Saver | None, bad: int, found: str
+    group: RankGroup, stepping: Stepping, state: Any, saver: Saver | None, bad: int, local_problem: str
 ) -> FloatingPointError:
     """Makes the error for a step whose metrics are not finite; collective over all ranks.
 
     Args:
-        team: the ranks.
+        group: the ranks.
         stepping: runs a step.
         state: is overwritten by the last checkpoint.
         saver: None for a run without checkpoints.
         bad: the first step that is not finite, counted from 1.
-        found: what is not finite on this rank.
+        local_problem: what is not finite on this rank.
     """
-    problems = team.gathered(found, "comparing what is not finite")
+    problems = group.gathered(local_problem, "comparing what is not finite")
     problem = next((f"rank {rank}: {text}" for rank, text in enumerate(problems) if text), "")
     head = f"sf.run.loop: not finite at step {bad} ({short(problem, 800)})"
     if saver is None:
-        names = list(dict.fromkeys(name for held in team.gathered(not_numbers(state)) for name in held))
+        names = list(dict.fromkeys(name for nans in group.gathered(not_numbers(state)) for name in nans))
         state_is = f"the state now has nan in {listed(names)}" if names else "the state has no nan"
         return FloatingPointError(
             f"{head}; {state_is}. Pass save=folder, and the stage that made it is found by running the steps since the "
             f"last checkpoint again; or run the step under sf.debug(nan=True)"
         )
-    path = chosen(team, saver.folder, True).path
+    path = chosen(group, saver.folder, True).path
     assert path is not None, "there is one since the run began"
-    state, kept = loaded(path, state, saver.origin)
+    state, head_entries = loaded(path, state, saver.origin)
     try:
-        result = _watched(team, stepping, state, kept["step"], bad)
+        result = _watched(group, stepping, state, head_entries["step"], bad)
     except Exception as error:  # the batches may not come again; the first finding is still reported
         result = f"that failed, by {type(error).__name__}: {short(error, 800)}"
     return FloatingPointError(
@@ -67,7 +67,7 @@ def explain(
     )
 
 
-def _watched(team: RankGroup, stepping: Stepping, state: Any, start: int, bad: int) -> str:
+def _watched(group: RankGroup, stepping: Stepping, state: Any, start: int, bad: int) -> str:
     """Runs the steps up to `bad` again and describes the first number that is not finite."""
     rows = stepping.rows(start)
     with contextlib.ExitStack() as stack, debug(nan=True):
@@ -83,7 +83,7 @@ def _watched(team: RankGroup, stepping: Stepping, state: Any, start: int, bad: i
                     problem = f"the update made nan in {listed(names)}, though no stage did"
             except FloatingPointError as error:
                 problem = str(error)
-            problems = team.gathered(problem, "comparing what is not finite")
+            problems = group.gathered(problem, "comparing what is not finite")
             for rank, text in enumerate(problems):
                 if text:
                     return f"step {n + 1}, {text}" if "on rank" in text else f"step {n + 1}, on rank {rank}, {text}"
@@ -101,8 +101,8 @@ def not_numbers(state: Any) -> list[str]:
     flags = [_has_nan(x) for x in _floating(state)]
     if not flags or not bool(torch.stack([x.cpu() for x in flags]).any()):
         return []
-    held = contents({"state": state}, shared=False)
-    named = [(box.name, box.values) for box in held.boxes] + list(held.plain.items())
+    flat_tree = contents({"state": state}, shared=False)
+    named = [(box.name, box.values) for box in flat_tree.boxes] + list(flat_tree.plain.items())
     names = dict.fromkeys(name for name, x in named if any(bool(_has_nan(y)) for y in _floating(x)))
     return sorted(names, key=lambda name: name.count("."))
 

@@ -80,15 +80,15 @@ class Order:
 
     def part(self, step: int, first: int, stop: int, steps: int = 1) -> StepRows:
         """Rows `first` to `stop` of the batches of `steps` steps from `step` on, one after the other."""
-        within = np.arange(first, stop, dtype=np.int64)
-        each = np.arange(steps, dtype=np.int64)
+        row_offsets = np.arange(first, stop, dtype=np.int64)
+        step_offsets = np.arange(steps, dtype=np.int64)
         if self.last == "wrap":
-            places = ((step + each)[:, None] * self.batch + within).ravel()
+            places = ((step + step_offsets)[:, None] * self.batch + row_offsets).ravel()
             epochs, offsets = places // self.count, places % self.count
             return StepRows(self._rows(epochs, offsets), epochs, np.ones(len(offsets), bool))
         per_epoch = self.steps_per_epoch
-        offsets = ((step + each)[:, None] % per_epoch * self.batch + within).ravel()
-        epochs = ((step + each) // per_epoch).repeat(len(within))
+        offsets = ((step + step_offsets)[:, None] % per_epoch * self.batch + row_offsets).ravel()
+        epochs = ((step + step_offsets) // per_epoch).repeat(len(row_offsets))
         real = offsets < self.count
         return StepRows(self._rows(epochs, offsets % self.count), epochs, real)
 
@@ -97,8 +97,8 @@ class Order:
             return offsets
         rows = np.empty_like(offsets)
         for epoch in np.unique(epochs).tolist():
-            here = epochs == epoch
-            rows[here] = permuted(offsets[here], self.count, mixed(self.seed, "order", epoch))
+            in_epoch = epochs == epoch
+            rows[in_epoch] = permuted(offsets[in_epoch], self.count, mixed(self.seed, "order", epoch))
         return rows
 
 
@@ -117,21 +117,21 @@ class Sampled(Order):
     def _rows(self, epochs: Numbers, offsets: Numbers) -> Numbers:
         rows = np.empty_like(offsets)
         for epoch in np.unique(epochs).tolist():
-            here = epochs == epoch
-            rows[here] = chosen_rows(self.sampler, epoch, self.of, self.count)[offsets[here]]
+            in_epoch = epochs == epoch
+            rows[in_epoch] = chosen_rows(self.sampler, epoch, self.of, self.count)[offsets[in_epoch]]
         return rows
 
 
 @functools.lru_cache(maxsize=2)
-def chosen_rows(sampler: Sampler, epoch: int, of: int, count: int | None) -> Numbers:
+def chosen_rows(sampler: Sampler, epoch: int, num_rows: int, count: int | None) -> Numbers:
     """The rows that a sampler gives for an epoch.
 
     Raises:
         ValueError: they are no numbers of rows, or not as many as in the first epoch.
     """
     rows = np.asarray(list(sampler(epoch)))
-    if rows.ndim != 1 or not len(rows) or rows.dtype.kind not in "iu" or rows.min() < 0 or rows.max() >= of:
-        raise ValueError(f"sf.run.batches: sampler must give numbers of the source's {of} rows, got other values")
+    if rows.ndim != 1 or not len(rows) or rows.dtype.kind not in "iu" or rows.min() < 0 or rows.max() >= num_rows:
+        raise ValueError(f"sf.run.batches: sampler must give numbers of the source's {num_rows} rows, got other values")
     if count is not None and len(rows) != count:
         raise ValueError(
             f"sf.run.batches: sampler must give {count} rows in each epoch, as in the first, got {len(rows)} in epoch "
@@ -208,11 +208,11 @@ class Sample:
         hashed = hashlib.blake2b(repr((self.seed, "sample", step)).encode(), digest_size=16).digest()
         stream = np.random.Philox(key=np.frombuffer(hashed, np.dtype("<u8")).astype(np.uint64))
         below = np.uint64(math.floor(self.rate * 2**BITS))
-        found = []
+        chunks = []
         for first in range(0, self.count, AT_A_TIME):
-            drawn = stream.random_raw(min(AT_A_TIME, self.count - first)) >> np.uint64(64 - BITS)
-            found.append(first + np.flatnonzero(drawn < below))
-        return np.concatenate(found).astype(np.int64)
+            random_bits = stream.random_raw(min(AT_A_TIME, self.count - first)) >> np.uint64(64 - BITS)
+            chunks.append(first + np.flatnonzero(random_bits < below))
+        return np.concatenate(chunks).astype(np.int64)
 
     def part(self, step: int, first: int, stop: int) -> StepRows:
         """Rows `first` to `stop` of the batch of a step.
@@ -237,8 +237,8 @@ class Sample:
 
 def room(count: int, rate: float) -> int:
     """A size that a sample exceeds with a probability of at most `RARE`, by Chernoff's bound; at most `count`."""
-    least = math.floor(count * rate)
-    return least + bisect_left(range(least, count), True, key=lambda size: _exceeds(size, count, rate) <= RARE)
+    mean = math.floor(count * rate)
+    return mean + bisect_left(range(mean, count), True, key=lambda size: _exceeds(size, count, rate) <= RARE)
 
 
 def _exceeds(size: int, count: int, rate: float) -> float:
@@ -248,5 +248,6 @@ def _exceeds(size: int, count: int, rate: float) -> float:
     share = (size + 1) / count
     if share <= rate:
         return 1.0
-    apart = share * math.log(share / rate) + ((1 - share) * math.log((1 - share) / (1 - rate)) if share < 1 else 0.0)
-    return math.exp(-count * apart)
+    divergence = share * math.log(share / rate)
+    divergence += (1 - share) * math.log((1 - share) / (1 - rate)) if share < 1 else 0.0
+    return math.exp(-count * divergence)

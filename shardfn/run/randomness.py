@@ -88,9 +88,9 @@ def _restore_host(states: tuple[Any, Any, Tensor]) -> None:
     torch.default_generator.set_state(states[2])
 
 
-def seed_all(seed: int, *what: int | str) -> None:
-    """Seeds the generators of Python, numpy, and torch on all devices from `seed` and `what`, without waiting."""
-    number = mixed(seed, *what)
+def seed_all(seed: int, *keys: int | str) -> None:
+    """Seeds the generators of Python, numpy, and torch on all devices from `seed` and `keys`, without waiting."""
+    number = mixed(seed, *keys)
     seed_host(number)
     device = torch.accelerator.current_accelerator()
     if device is not None:

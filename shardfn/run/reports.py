@@ -47,19 +47,19 @@ class jsonl:
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._start, self._at, self._there = step, 0, {}
-        kept, later = self._kept(step)
+        kept_bytes, later = self._count_kept_bytes(step)
         if step == 0 and later:
-            beside = (self.path.with_name(f"{self.path.name}.{n}") for n in itertools.count(1))
-            self.path.rename(next(path for path in beside if not path.exists()))
+            candidates = (self.path.with_name(f"{self.path.name}.{n}") for n in itertools.count(1))
+            self.path.rename(next(path for path in candidates if not path.exists()))
         elif self.path.is_file():
-            os.truncate(self.path, kept)
+            os.truncate(self.path, kept_bytes)
         self._file = self.path.open("a")
 
-    def _kept(self, step: int) -> tuple[int, bool]:
+    def _count_kept_bytes(self, step: int) -> tuple[int, bool]:
         """The number of bytes up to the lines of `step`, and whether there are complete lines of later steps."""
-        kept, last, later = 0, 0.0, False
+        kept_bytes, last, later = 0, 0.0, False
         if not self.path.is_file():
-            return kept, later
+            return kept_bytes, later
         with self.path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 # After a power failure a file may have zeros in place of a line.
@@ -70,13 +70,13 @@ class jsonl:
                         f"as it is: pass the path of a new one, or of one that sf.run.jsonl has written"
                     )
                 if line_step <= step:
-                    kept += len(line)
+                    kept_bytes += len(line)
                 if line_step < step:
-                    self._at = kept
+                    self._at = kept_bytes
                 elif line_step == step:
                     self._there[frozenset(json.loads(line))] = line.decode()
                 last, later = line_step, later or step < line_step < math.inf
-        return kept, later
+        return kept_bytes, later
 
     def __call__(self, step: int, metrics: dict[str, float]) -> None:
         """Appends a line."""
@@ -176,16 +176,16 @@ class Reports:
     def begin(self, step: int, steps: int, path: Path | None) -> None:
         """Tells the reports at which step the run begins and which is its last, and from which checkpoint, if any."""
         if path is not None:
-            self._each(lambda report: getattr(report, "resumed", _nothing)(path, step))
-        self._each(lambda report: getattr(report, "begin", _nothing)(step, steps))
+            self._call_each(lambda report: getattr(report, "resumed", _nothing)(path, step))
+        self._call_each(lambda report: getattr(report, "begin", _nothing)(step, steps))
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        """Passes the metrics of a step to each report, as a dict of its own, which it may change."""
-        self._each(lambda report: report(step, dict(metrics)))
+        """Passes the metrics of a step to each report, as a separate dict, which it may change."""
+        self._call_each(lambda report: report(step, dict(metrics)))
 
     def saved(self, path: Path, step: int) -> None:
         """Tells the reports that a checkpoint is complete."""
-        self._each(lambda report: getattr(report, "saved", _nothing)(path, step))
+        self._call_each(lambda report: getattr(report, "saved", _nothing)(path, step))
 
     def end(self) -> None:
         """Ends all reports. The run is over by then, so an error is only logged."""
@@ -195,7 +195,7 @@ class Reports:
             except Exception as error:
                 _log.error("the report %r failed at its end, and may be incomplete: %r", report, error, exc_info=error)
 
-    def _each(self, call: Callable[[Report], Any]) -> None:
+    def _call_each(self, call: Callable[[Report], Any]) -> None:
         if self.error is not None:
             return
         try:
@@ -224,7 +224,7 @@ class progress:
 
     def __init__(self, seconds: float = 10.0) -> None:
         if not seconds > 0:
-            raise ValueError(f"sf.run.progress: seconds={seconds!r}; it is more than 0")
+            raise ValueError(f"sf.run.progress: seconds must be above 0, got {seconds!r}")
         self.seconds = seconds
         self._bar: Any = None
         self._shown: dict[str, float] = {}
@@ -254,11 +254,11 @@ class progress:
         self._shown |= metrics
         if step == self.first:  # a repeated evaluation
             return
-        now = time.monotonic()
-        self._pace.add(step, now, metrics.get("seconds", 0.0))
+        time_s = time.monotonic()
+        self._pace.add(step, time_s, metrics.get("seconds", 0.0))
         first = self.shown_step < 0
-        if first or now - self.before >= (self.seconds if self._bar is None else REFRESH):
-            self.before = now
+        if first or time_s - self.before >= (self.seconds if self._bar is None else REFRESH):
+            self.before = time_s
             self._show()
 
     def end(self) -> None:
@@ -285,22 +285,22 @@ class _Pace:
     def __init__(self) -> None:
         self.began, self.now, self.seconds, self.steps = 0.0, 0.0, 0.0, -1
 
-    def add(self, step: int, now: float, seconds: float) -> None:
+    def add(self, step: int, time_s: float, seconds: float) -> None:
         """Notes that a step was read at a time, and how long it took by itself."""
-        self.now = now
+        self.now = time_s
         if self.steps < 0:
-            self.first, self.began = step, now
+            self.first, self.began = step, time_s
         else:
             self.seconds += seconds
         self.steps = step - self.first
 
     def left(self, steps: int) -> str:
-        """The time that so many more steps take, as text; empty as long as it is unknown."""
+        """The time that so many more steps take, as text; empty while unknown."""
         if steps and self.steps < MEASURED:
             return ""
         # By the clock, which sees evaluations too; but of steps that are read all at once it sees too little.
-        each = max(self.now - self.began, self.seconds) / max(1, self.steps)
-        return f"{lasting(each * steps)} left"
+        step_s = max(self.now - self.began, self.seconds) / max(1, self.steps)
+        return f"{lasting(step_s * steps)} left"
 
 
 def described(metrics: dict[str, float]) -> str:
@@ -312,8 +312,8 @@ def described(metrics: dict[str, float]) -> str:
         "tflops": lambda x: f"{x:.3g} TFLOP/s",
         "mfu": lambda x: f"{x:.1%} MFU",
     }
-    others = [f"{name} {value:.4g}" for name, value in metrics.items() if name not in units and name != "tokens"]
-    return "  ".join(others[:6] + [write(metrics[name]) for name, write in units.items() if name in metrics])
+    other_metrics = [f"{name} {value:.4g}" for name, value in metrics.items() if name not in units and name != "tokens"]
+    return "  ".join(other_metrics[:6] + [write(metrics[name]) for name, write in units.items() if name in metrics])
 
 
 def _short(number: float) -> str:
@@ -325,9 +325,9 @@ def _short(number: float) -> str:
 
 def lasting(seconds: float) -> str:
     """A duration as text, such as `3 h 05 min`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+    total_s = round(seconds)
+    if total_s < 60:
+        return f"{total_s} s"
+    if total_s < 3600:
+        return f"{total_s // 60} min {total_s % 60:02} s"
+    return f"{total_s // 3600} h {total_s % 3600 // 60:02} min"

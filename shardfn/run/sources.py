@@ -30,7 +30,7 @@ NAME = "sf.run.batches"
 
 @runtime_checkable
 class Ready(Protocol):
-    """A source that reads rows without running user code, so that a thread may read them beside a step."""
+    """A source that reads rows without user code, so that a thread may read them during a step."""
 
     def __len__(self) -> int:
         """The number of rows."""
@@ -64,8 +64,8 @@ class Columns:
                     f"{NAME}: {name} is on {leaf.device}; keep what rows are read from on the CPU: batches come to the "
                     f"mesh's device by themselves"
                 )
-            if why := _no_rows(leaf):
-                raise TypeError(f"{NAME}: {name} is {why}")
+            if problem := _no_rows(leaf):
+                raise TypeError(f"{NAME}: {name} is {problem}")
             counts[name] = len(leaf)
         if len(set(counts.values())) > 1:
             shown = listed(f"{name} has {count}" for name, count in counts.items())
@@ -81,11 +81,11 @@ class Columns:
     def take(self, rows: Numbers) -> Any:
         """A batch of these rows."""
         index = torch.from_numpy(rows)
-        taken = [
+        columns = [
             leaf.index_select(0, index) if isinstance(leaf, Tensor) else torch.from_numpy(leaf[rows])
             for leaf in self._leaves
         ]
-        return optree.tree_unflatten(self._structure, taken)
+        return optree.tree_unflatten(self._structure, columns)
 
     def facts(self) -> list[str]:
         """One line for each tensor or array, to compare between ranks: `source['x']: float32 [100, 3]`."""
@@ -119,17 +119,17 @@ def opened(source: Any) -> Any:
         TypeError: its rows cannot be found by number.
         ValueError: it has no rows, or tensors of different lengths.
     """
-    given = type(source).__name__
+    class_name = type(source).__name__
     if isinstance(source, Tensor | np.ndarray | dict | tuple):
         source = Columns(source)
     if isinstance(source, IterableDataset) or not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
         raise TypeError(
-            f"{NAME}: the source, of type {given}, is no data set with __len__ and __getitem__, so no "
+            f"{NAME}: the source, of type {class_name}, is no data set with __len__ and __getitem__, so no "
             f"row of it can be found by its number. Files of rows are read by sf.run.Stream(files, read, lanes=...); "
             f"a loader of yours can be iterated by itself, and sf.run.checked(loader, mesh, axes) compares its batches"
         )
     if len(source) == 0:
-        raise ValueError(f"{NAME}: the source, of type {given}, has no rows")
+        raise ValueError(f"{NAME}: the source, of type {class_name}, has no rows")
     return source
 
 
@@ -180,7 +180,7 @@ class BatchReader(Dataset[Any]):
 
     @property
     def ready(self) -> bool:
-        """Whether reading runs no user code, which must not run beside a step."""
+        """Whether reading runs no user code, which must not run during a step."""
         return isinstance(self.source, Ready) and self.collate is None
 
     def __getitem__(self, step: int) -> Any:
@@ -213,7 +213,7 @@ class BatchReader(Dataset[Any]):
 
 
 def made(rows: list[Any], numbers: Sequence[int], collate: Collate | None) -> Any:
-    """Collates rows to a batch with memory of its own.
+    """Collates rows to a batch that shares no memory with them.
 
     Raises:
         RuntimeError: `collate` raised StopIteration, which workers would take for the end of the data.
@@ -237,9 +237,9 @@ def _rows(source: Any, part: StepRows, seed: int) -> list[Any]:
         except StopIteration as error:
             raise RuntimeError(f"sf.run.batches: rows {numbers} of the source raised StopIteration") from error
         if len(rows) != len(numbers):
-            what = f"a {type(result).__name__}" if isinstance(result, Mapping) else f"{len(rows)} rows"
+            got = f"a {type(result).__name__}" if isinstance(result, Mapping) else f"{len(rows)} rows"
             raise ValueError(
-                f"sf.run.batches: __getitems__ of the source, {type(inner).__name__}, gave {what} for {len(numbers)} "
+                f"sf.run.batches: __getitems__ of the source, {type(inner).__name__}, gave {got} for {len(numbers)} "
                 f"numbers; it gives a list of as many rows. What is to be left out is left out before, as by a Subset"
             )
         return rows
@@ -292,7 +292,7 @@ def by_workers(data: Dataset[Any], steps: Iterable[int] | None, workers: int, pr
 
 
 def _shield_from_signals(_: int) -> None:
-    """Moves a worker to a process group of its own and ignores SIGUSR1, so that signals for the run do not end it.
+    """Moves a worker to a new process group and ignores SIGUSR1: signals for the run must not end it.
 
     Launchers such as torchrun signal a whole process group, but a run that is asked to stop still needs its workers.
     SIGTERM keeps its effect, since the main process ends a hanging worker by it.

@@ -22,7 +22,7 @@ from shardfn.shards.replicated import checksum
 
 @dataclass(frozen=True)
 class Stepping:
-    """Everything that a step depends on besides its number and the state.
+    """The inputs of a step apart from its number and the state.
 
     Attributes:
         function: the user's step.
@@ -83,8 +83,8 @@ class Stepping:
         except StopIteration as error:
             raise RuntimeError(f"sf.run.loop: step {n} raised StopIteration") from error
         if not isinstance(result, tuple) or len(result) != 2:
-            what = f"{len(result)} values" if isinstance(result, tuple) else f"a {type(result).__name__}"
-            raise TypeError(f"sf.run.loop: step returned {what}, not two values, (state, metrics)")
+            content = f"{len(result)} values" if isinstance(result, tuple) else f"a {type(result).__name__}"
+            raise TypeError(f"sf.run.loop: step returned {content}, not two values, (state, metrics)")
         return result[0], checked(result[1], "sf.run.loop: step"), batch
 
 
@@ -124,12 +124,14 @@ class Unchanged:
         """Whether it is found now. Graphs write without a new version, so values are compared, too."""
         if not before:
             return False
-        now = _versions(state)
-        same = len(now) == len(before) and all(x is y and n == m for (x, n), (y, m) in zip(now, before, strict=True))
+        versions = _versions(state)
+        same = len(versions) == len(before) and all(
+            x is y and n == m for (x, n), (y, m) in zip(versions, before, strict=True)
+        )
         self.calls = self.calls + 1 if same else FEW
         if not same or self.calls < FEW - 1:
             return False
-        sums, self._sums = self._sums, [checksum(x) for x, _ in now]
+        sums, self._sums = self._sums, [checksum(x) for x, _ in versions]
         return self.calls == FEW and sums == self._sums
 
 
@@ -144,7 +146,7 @@ def _versions(state: Any) -> list[tuple[Tensor, int]]:
 
 @dataclass
 class IsolatedBatches(Iterator[Any]):
-    """Batches whose code draws random numbers of its own, unaffected by what steps draw in between."""
+    """Batches whose code has a separate random state, unaffected by the random numbers of steps."""
 
     iterator: Iterator[Any]
     _generators: Generators = field(default_factory=Generators.now)
@@ -188,11 +190,11 @@ class Kinds:
                 f"{findings(_changes(self.tree, other.tree))}: the next step, and a checkpoint, could not go on from "
                 f"that"
             )
-        for path, mine, theirs in zip(self.tree.paths(), self.leaves, other.leaves, strict=True):
-            if mine != theirs and (mine, theirs) not in _NUMBERS:
+        for path, expected, returned in zip(self.tree.paths(), self.leaves, other.leaves, strict=True):
+            if expected != returned and (expected, returned) not in _NUMBERS:
                 raise ValueError(
                     f"sf.run.loop: step returned another kind of state: {_dotted(path)} was "
-                    f"{mine}, and is {theirs}: the next step, and a checkpoint, could not go on from that"
+                    f"{expected}, and is {returned}: the next step, and a checkpoint, could not go on from that"
                 )
 
 
@@ -209,15 +211,15 @@ def _kind(leaf: Any) -> str:
 
 
 def _changes(began: Any, returned: Any, path: tuple[Any, ...] = ()) -> list[str]:
-    """How the structure of a state changed, by paths."""
+    """The changes of a state's structure, by paths."""
     if began.type is not returned.type:
         return [f"{_dotted(path)} was {_brief(began)}, and is {_brief(returned)}"]
-    mine, theirs = _children(began), _children(returned)
-    changes = [f"{_dotted((*path, key))} is missing" for key in mine if key not in theirs]
-    changes += [f"{_dotted((*path, key))} is new" for key in theirs if key not in mine]
-    for key, child in mine.items():
-        if key in theirs and child != theirs[key]:
-            changes += _changes(child, theirs[key], (*path, key))
+    old_children, new_children = _children(began), _children(returned)
+    changes = [f"{_dotted((*path, key))} is missing" for key in old_children if key not in new_children]
+    changes += [f"{_dotted((*path, key))} is new" for key in new_children if key not in old_children]
+    for key, child in old_children.items():
+        if key in new_children and child != new_children[key]:
+            changes += _changes(child, new_children[key], (*path, key))
     return changes or [f"{_dotted(path)} is another kind of {began.type.__name__}"]
 
 

@@ -63,12 +63,12 @@ class Stream:
 
     def __post_init__(self) -> None:
         if isinstance(self.files, (str, Path)):
-            raise TypeError(f"Stream: files={str(self.files)!r}; it is a list of files")
+            raise TypeError(f"Stream: files must be a list of files, got {str(self.files)!r}")
         object.__setattr__(self, "files", list(self.files))
         if not self.files:
             raise ValueError("Stream: there are no files")
         if not callable(self.read):
-            raise TypeError(f"Stream: read={self.read!r}; it is a function of a file, which gives its rows")
+            raise TypeError(f"Stream: read must be a function of a file, which gives its rows, got {self.read!r}")
         if not 1 <= self.lanes <= len(self.files):
             raise ValueError(
                 f"Stream: lanes={self.lanes}, and there are {len(self.files)} files: each lane needs one, so lanes are "
@@ -101,7 +101,7 @@ def stream_facts(stream: Stream) -> tuple[str, list[str]]:
 
 @dataclass(frozen=True)
 class Streamed:
-    """A stream cut into batches, for the place along the axes that has rows `first` to `stop`."""
+    """A stream split into batches, for the place along the axes that has rows `first` to `stop`."""
 
     stream: Stream
     seed: int
@@ -141,8 +141,8 @@ class Streamed:
     @property
     def lanes(self) -> range:
         """The lanes that hold rows of this rank."""
-        each = self.batch // self.stream.lanes
-        return range(self.first // each, -(-self.stop // each))
+        lane_rows = self.batch // self.stream.lanes
+        return range(self.first // lane_rows, -(-self.stop // lane_rows))
 
     def _by_workers(self, start: int, workers: int, prefetch: int) -> Iterator[tuple[State, Any]]:
         """Joins the batches of the workers, each of which reads a share of the lanes, in lane order."""
@@ -157,23 +157,23 @@ class Streamed:
 
     def steps(self, start: int, lanes: range) -> Generator[tuple[State, Any]]:
         """Yields the batches of the rows that come from these lanes."""
-        each = self.batch // self.stream.lanes
+        lane_rows = self.batch // self.stream.lanes
         open_lanes = []
         for number in lanes:
-            part = slice(max(0, self.first - number * each), min(each, self.stop - number * each))
-            open_lanes.append(Lane(self, number, each, part, start))
+            part = slice(max(0, self.first - number * lane_rows), min(lane_rows, self.stop - number * lane_rows))
+            open_lanes.append(Lane(self, number, lane_rows, part, start))
         for step in itertools.count(start):
             with lent_generators():
                 parts = [lane.take() for lane in open_lanes]
-                taken = [pair for part in parts for pair in part or ()]
+                pairs = [pair for part in parts for pair in part or ()]
                 ended = None in parts
-                batch = None if ended else self._collated([row for row, _ in taken], step, lanes)
+                batch = None if ended else self._collated([row for row, _ in pairs], step, lanes)
             if ended:
                 yield State.END, None
                 return
-            real = [is_real for _, is_real in taken]
-            whole = masked(batch, np.array(real)) if self.last == "pad" else batch
-            yield State.BATCH if any(real) else State.FILLED, whole
+            real = [is_real for _, is_real in pairs]
+            masked_batch = masked(batch, np.array(real)) if self.last == "pad" else batch
+            yield State.BATCH if any(real) else State.FILLED, masked_batch
 
     def _collated(self, rows: list[Any], step: int, lanes: range) -> Any:
         seed_host(mixed(self.seed, "collate", step, lanes.start, self.first))
@@ -184,16 +184,17 @@ class Lane:
     """One lane of a stream that is being read, and how its end is handled.
 
     Args:
-        whole: the stream, cut into batches.
+        streamed: the stream, split into batches.
         number: of the lane, from 0.
-        each: rows that a step takes of it.
+        rows_per_step: rows that a step takes of it.
         part: those of them that this rank keeps.
         start: the first step that is read.
     """
 
-    def __init__(self, whole: Streamed, number: int, each: int, part: slice, start: int) -> None:
-        self.whole, self.stream, self.number, self.each, self.part = whole, whole.stream, number, each, part
-        self._rows = self.rows(start * each, None if whole.last == "wrap" else whole.epochs)
+    def __init__(self, streamed: Streamed, number: int, rows_per_step: int, part: slice, start: int) -> None:
+        self.whole, self.stream, self.number = streamed, streamed.stream, number
+        self.each, self.part = rows_per_step, part
+        self._rows = self.rows(start * rows_per_step, None if streamed.last == "wrap" else streamed.epochs)
         self._filler: tuple[Any, int] | None = None
 
     def take(self) -> list[tuple[Any, bool]] | None:
@@ -201,14 +202,14 @@ class Lane:
 
         None if the step has no batch.
         """
-        taken, epochs = [], self.whole.epochs
+        rows, epochs = [], self.whole.epochs
         for _ in range(self.each):
             next_row = next(self._rows, None)
             if next_row is None and self.whole.last == "drop":
                 return None
             row, epoch = next_row or self._filled()
-            taken.append((row, epochs is None or epoch < epochs))
-        return taken[self.part]
+            rows.append((row, epochs is None or epoch < epochs))
+        return rows[self.part]
 
     def _filled(self) -> tuple[Any, int]:
         """The lane's first row as a filler, in an epoch that does not count."""
@@ -249,19 +250,19 @@ class Lane:
         """Yields the rows of an epoch; without the first `skip` if lengths are known, so that `skips` is True."""
         block = self.stream.block if self.whole.shuffle else 1
         first = skip // block if skips else 0
-        within = skip % block if skips else 0
+        block_offset = skip % block if skips else 0
         rows = self._plain(epoch, files, first * block)
         if block == 1:
             yield from rows
             return
         for number in itertools.count(first):
-            held = list(itertools.islice(rows, block))
-            if not held:
+            block_rows = list(itertools.islice(rows, block))
+            if not block_rows:
                 return
             key = mixed(self.whole.seed, "block", epoch, self.number, number)
-            order = permuted(np.arange(len(held)), len(held), key)
-            yield from (held[place] for place in order[within:].tolist())
-            within = 0
+            order = permuted(np.arange(len(block_rows)), len(block_rows), key)
+            yield from (block_rows[place] for place in order[block_offset:].tolist())
+            block_offset = 0
 
     def _plain(self, epoch: int, files: list[int], skip: int) -> Iterator[Any]:
         """Yields the files' rows in order, without the first `skip` if lengths are known.
@@ -297,8 +298,8 @@ class Lane:
 class _WorkerShare(IterableDataset[Any]):
     """A worker's share of a rank's lanes. It never ends by itself, so that the workers keep taking turns."""
 
-    def __init__(self, whole: Streamed, start: int) -> None:
-        self.whole, self.start = whole, start
+    def __init__(self, streamed: Streamed, start: int) -> None:
+        self.whole, self.start = streamed, start
 
     def __iter__(self) -> Iterator[tuple[State, Any]]:
         worker, lanes = cast(Any, get_worker_info()), self.whole.lanes

@@ -106,10 +106,11 @@ def _tokens(document: Any, number: int, kind: np.dtype[Any]) -> NDArray[Any]:
             f"{list(values.shape)}; a document is a 1-D sequence of ints, as a tokenizer gives it"
         )
     limits = np.iinfo(kind)
-    least, most = int(values.min()), int(values.max())
-    if least < limits.min or most > limits.max:
+    lowest, highest = int(values.min()), int(values.max())
+    if lowest < limits.min or highest > limits.max:
+        outside = highest if highest > limits.max else lowest
         raise ValueError(
-            f"write_tokens: document {number} has token {most if most > limits.max else least}, and {kind.name} holds "
+            f"write_tokens: document {number} has token {outside}, and {kind.name} holds "
             f"{limits.min} to {limits.max}: choose a wider dtype of {', '.join(DTYPES)}"
         )
     return values.astype(kind)
@@ -257,7 +258,7 @@ def token_windows(files: Paths, context: int) -> Windows:
     Raises:
         ValueError: the context is not positive, or longer than a file; or a file is damaged.
     """
-    return Windows(_opened(files, context, "token_windows"), context)
+    return Windows(_open_files(files, context, "token_windows"), context)
 
 
 def packed_windows(files: Paths, context: int) -> Packed:
@@ -277,19 +278,19 @@ def packed_windows(files: Paths, context: int) -> Packed:
     Raises:
         ValueError: the context is not positive, or longer than a file; or a file is damaged.
     """
-    return Packed(_opened(files, context, "packed_windows"), context)
+    return Packed(_open_files(files, context, "packed_windows"), context)
 
 
-def _opened(files: Paths, context: int, name: str) -> list[TokenFile]:
+def _open_files(files: Paths, context: int, name: str) -> list[TokenFile]:
     if context < 1:
         raise ValueError(f"{name}: context={context}; a row has at least one token and the next")
-    opened = [TokenFile(path) for path in ([files] if isinstance(files, (str, Path)) else files)]
-    if not opened:
+    token_files = [TokenFile(path) for path in ([files] if isinstance(files, (str, Path)) else files)]
+    if not token_files:
         raise ValueError(f"{name}: there are no files")
-    for file in opened:
+    for file in token_files:
         if file.count <= context:
             raise ValueError(
                 f"{name}: {file.path} has {file.count} tokens, and a row of context={context} needs {context + 1}: "
                 f"leave the file out, or choose a shorter context"
             )
-    return opened
+    return token_files

@@ -102,16 +102,16 @@ def _runs(layout: Layout | None, entries: tuple[int, ...], start: int, stop: int
     shared = {} if layout is None else _shared(layout, entries)
     runs: list[BlockRun] = []
     blocks = 0
-    for number, low, high, at in cuts:
+    for number, low, high, position in cuts:
         while low < high:
             n = (high - low) // BLOCK if low % BLOCK == 0 else 0
             length = n * BLOCK or min(high - low, BLOCK - low % BLOCK)
-            run = BlockRun(at, at + length, blocks, n or 1, shared.get((number, low // BLOCK), -1))
-            if n and runs and runs[-1].full and runs[-1].stop == at:
+            run = BlockRun(position, position + length, blocks, n or 1, shared.get((number, low // BLOCK), -1))
+            if n and runs and runs[-1].full and runs[-1].stop == position:
                 run = BlockRun(runs[-1].start, run.stop, runs[-1].at, runs[-1].blocks + n, -1)
                 runs.pop()
             runs.append(run)
-            low, at, blocks = low + length, at + length, blocks + (n or 1)
+            low, position, blocks = low + length, position + length, blocks + (n or 1)
     return tuple(runs)
 
 
@@ -126,39 +126,39 @@ def _shared(layout: Layout, entries: tuple[int, ...]) -> dict[tuple[int, int], i
     return numbers
 
 
-def chunks(unit: Unit, start: int, stop: int, most: int) -> list[Runs]:
+def chunks(unit: Unit, start: int, stop: int, max_elements: int) -> list[Runs]:
     """The blocks between two elements of a unit, in chunks of `most` elements; a shared block is a chunk of its own."""
     key = unit.layout, unit.entries, unit.start, unit.stop
-    return _chunks(*key, process_groups.global_rank(), start, stop, most)
+    return _chunks(*key, process_groups.global_rank(), start, stop, max_elements)
 
 
 @functools.lru_cache(maxsize=4096)
 def _chunks(
-    layout: Layout | None, entries: Any, first: int, last: int, rank: int, start: int, stop: int, most: int
+    layout: Layout | None, entries: Any, first: int, last: int, rank: int, start: int, stop: int, max_elements: int
 ) -> list[Runs]:
     chunks: list[list[BlockRun]] = []
-    room = 0
-    for whole in _runs(layout, entries, first, last, rank):
-        low, high = max(whole.start, start), min(whole.stop, stop)
+    remaining = 0
+    for full_run in _runs(layout, entries, first, last, rank):
+        low, high = max(full_run.start, start), min(full_run.stop, stop)
         if low >= high:
             continue
-        run = whole
-        if (low, high) != (whole.start, whole.stop):  # blocks of several parameters may be one run
-            first_block = whole.at + (low - whole.start) // BLOCK
-            run = BlockRun(low, high, first_block, (high - low) // BLOCK, whole.shared)
-        for part in _parts(run, most):
+        run = full_run
+        if (low, high) != (full_run.start, full_run.stop):  # blocks of several parameters may be one run
+            first_block = full_run.at + (low - full_run.start) // BLOCK
+            run = BlockRun(low, high, first_block, (high - low) // BLOCK, full_run.shared)
+        for part in _parts(run, max_elements):
             length = part.stop - part.start
-            if part.shared >= 0 or room < length:
+            if part.shared >= 0 or remaining < length:
                 chunks.append([])
-                room = most
+                remaining = max_elements
             chunks[-1].append(part)
-            room = 0 if part.shared >= 0 else room - length
+            remaining = 0 if part.shared >= 0 else remaining - length
     return [tuple(parts) for parts in chunks]
 
 
-def _parts(run: BlockRun, most: int) -> Iterator[BlockRun]:
+def _parts(run: BlockRun, max_elements: int) -> Iterator[BlockRun]:
     """Splits a run into parts of at most this many elements, or of one block."""
-    rows = max(1, most // BLOCK)
+    rows = max(1, max_elements // BLOCK)
     for n in range(0, run.blocks, rows):
         stop = min(run.start + (n + rows) * BLOCK, run.stop)
         yield BlockRun(run.start + n * BLOCK, stop, run.at + n, min(rows, run.blocks - n), run.shared)
@@ -181,18 +181,18 @@ def times(x: Tensor, numbers: Tensor, parts: Runs) -> Tensor:
     return x * spread(numbers, parts, x)
 
 
-def spread(numbers: Tensor, parts: Runs, like: Tensor) -> Tensor:
+def spread(numbers: Tensor, parts: Runs, elements: Tensor) -> Tensor:
     """The number of each element's block, for `len(like)` elements from the first run's first element on."""
     rows: list[Tensor] = []
-    last, at = parts[0].start if parts else 0, parts[0].at if parts else 0
+    last, first_block = parts[0].start if parts else 0, parts[0].at if parts else 0
     first = last
     for run in parts:
         if last < run.start:
             rows.append(numbers.new_zeros(run.start - last))
-        of_run = numbers[run.at - at : run.at - at + run.blocks]
+        of_run = numbers[run.at - first_block : run.at - first_block + run.blocks]
         rows.append(of_run[:, None].expand(run.blocks, (run.stop - run.start) // run.blocks).reshape(-1))
         last = run.stop
-    return torch.cat([*rows, numbers.new_zeros(len(like) - (last - first))])
+    return torch.cat([*rows, numbers.new_zeros(len(elements) - (last - first))])
 
 
 class Said(NamedTuple):
@@ -235,11 +235,11 @@ def agreed(units: Units, slots: int, values: list[Said]) -> list[Tensor]:
 
 def _row(values: list[Said], n: int, device: torch.device) -> list[Tensor]:
     """The values of all shared blocks of a unit, in order; zeros where this rank has none."""
-    row, at = [], 0
+    row, next_index = [], 0
     for value in values:
-        row += [torch.zeros(value.number - at, dtype=torch.float32, device=device), value.value.to(device)]
-        at = value.number + 1
-    return [*row, torch.zeros(n - at, dtype=torch.float32, device=device)]
+        row += [torch.zeros(value.number - next_index, dtype=torch.float32, device=device), value.value.to(device)]
+        next_index = value.number + 1
+    return [*row, torch.zeros(n - next_index, dtype=torch.float32, device=device)]
 
 
 # --- in checkpoints ---
@@ -267,18 +267,18 @@ def whole_shape(layout: Layout, number: int) -> tuple[int, ...]:
     return (*(parts if math.prod(parts) > 1 else ()), -(-layout.entries[number].numel // BLOCK))
 
 
-def parts(node: Blocks, rank: int, mine: bool) -> list[BlockShare]:
+def parts(node: Blocks, rank: int, is_owner: bool) -> list[BlockShare]:
     """A rank's part of each parameter's blocks; with `mine`, without blocks whose first element another rank holds.
 
     Parameters without elements have a part at their position.
     """
-    layout, parts, at = node.layout, [], 0
+    layout, parts, first_block = node.layout, [], 0
     for number, start, stop, place in layout.cuts_of(rank):
         if number not in node.entries or not node.start <= place <= node.stop:
             continue
         low, high = start // BLOCK, -(-stop // BLOCK)
-        skipped = int(mine and start % BLOCK > 0)
+        skipped = int(is_owner and start % BLOCK > 0)
         corner = layout.part(number, rank) if len(whole_shape(layout, number)) > 1 else ()
-        parts.append(BlockShare(number, (*corner, low + skipped), at + skipped, at + high - low))
-        at += high - low
+        parts.append(BlockShare(number, (*corner, low + skipped), first_block + skipped, first_block + high - low))
+        first_block += high - low
     return parts

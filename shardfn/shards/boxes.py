@@ -26,7 +26,7 @@ class Box:
     @property
     def ends(self) -> Ints:
         """The end along each dimension, exclusive."""
-        return tuple(at + n for at, n in zip(self.offsets, self.sizes, strict=True))
+        return tuple(offset + n for offset, n in zip(self.offsets, self.sizes, strict=True))
 
     def moved(self, corner: Sequence[int]) -> Box:
         """The box in the coordinates of an array that contains this one's array at `corner`."""
@@ -76,12 +76,12 @@ def _in_row(number: int, shape: Sequence[int], start: int, stop: int) -> Iterato
         yield Box((number, *box.offsets), (1, *box.sizes))
 
 
-def steps(box: Box, most: int, start: int = 0, stop: int | None = None) -> Iterator[Box]:
+def steps(box: Box, max_elements: int, start: int = 0, stop: int | None = None) -> Iterator[Box]:
     """Elements `start` to `stop` of a box as boxes of at most `most` elements; an empty box is yielded as it is."""
     if box.numel == 0:
         yield box
-    for low in range(start, box.numel if stop is None else stop, max(1, most)):
-        for part in boxes(box.sizes, low, min(low + max(1, most), box.numel if stop is None else stop)):
+    for low in range(start, box.numel if stop is None else stop, max(1, max_elements)):
+        for part in boxes(box.sizes, low, min(low + max(1, max_elements), box.numel if stop is None else stop)):
             yield part.moved(box.offsets)
 
 

@@ -106,18 +106,18 @@ def _made(makers: Any, path: str, seed: int, fill: Fill | None) -> Any:
     """The tensors from a tree of makers at `path`."""
     accessors, leaves, tree = optree.tree_flatten_with_accessor(makers, is_leaf=is_packed)
     tensors: list[Any] = []
-    seen: set[str] = set()
+    names: set[str] = set()
     for accessor, leaf in zip(accessors, leaves, strict=True):
         name = joined(path, dotted(accessor))
-        refuse_second(name, seen)
-        seen.add(name)
+        refuse_second(name, names)
+        names.add(name)
         if isinstance(leaf, Tensor):
             refuse_sparse(name, leaf)
             tensors.append(_filled(fill, name, leaf, seed) if fill and leaf.is_meta else leaf)
         elif is_packed(leaf):
             if fill and leaf.is_meta:  # `fill` makes the parameter itself, which is then quantized
-                like = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
-                leaf = pack(_filled(fill, name, like, seed), leaf.format)
+                template = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+                leaf = pack(_filled(fill, name, template, seed), leaf.format)
             tensors.append(leaf)
         elif callable(leaf):
             tensors.append(_made(_drawn(leaf, name, seed), name, seed, fill))
@@ -129,14 +129,14 @@ def _made(makers: Any, path: str, seed: int, fill: Fill | None) -> Any:
     return optree.tree_unflatten(tree, tensors)
 
 
-def _filled(fill: Fill, name: str, like: Tensor, seed: int) -> Tensor:
+def _filled(fill: Fill, name: str, template: Tensor, seed: int) -> Tensor:
     """The values that `fill` returns for a leaf, with their dtype and shape checked."""
-    tensor: Any = _drawn(functools.partial(fill, name, like), name, seed)
-    if not isinstance(tensor, Tensor) or tensor.dtype != like.dtype:
+    tensor: Any = _drawn(functools.partial(fill, name, template), name, seed)
+    if not isinstance(tensor, Tensor) or tensor.dtype != template.dtype:
         description = f"of {tensor.dtype}" if isinstance(tensor, Tensor) else f"of type {type(tensor).__name__}"
-        raise TypeError(f"fill returned {description} for {name}, which is a tensor of {like.dtype}")
-    if tensor.shape != like.shape:
-        raise ValueError(f"fill returned shape {list(tensor.shape)} for {name}, which has {list(like.shape)}")
+        raise TypeError(f"fill returned {description} for {name}, which is a tensor of {template.dtype}")
+    if tensor.shape != template.shape:
+        raise ValueError(f"fill returned shape {list(tensor.shape)} for {name}, which has {list(template.shape)}")
     return tensor
 
 
@@ -159,7 +159,7 @@ class _Shapes(TorchFunctionMode):
         return func(*args, **arguments)
 
 
-def drawn_hollow(make: Callable[[torch.Generator], Any], what: str, caller: str) -> Any:
+def drawn_hollow(make: Callable[[torch.Generator], Any], path: str, caller: str) -> Any:
     """A maker's result on the device meta: tensors without data.
 
     Raises:
@@ -170,6 +170,6 @@ def drawn_hollow(make: Callable[[torch.Generator], Any], what: str, caller: str)
             return make(torch.Generator())
     except (RuntimeError, NotImplementedError) as error:
         raise ValueError(
-            f"{caller}: the maker of {what} cannot run without numbers ({str(error).partition(chr(10))[0]}): pass "
+            f"{caller}: the maker of {path} cannot run without numbers ({str(error).partition(chr(10))[0]}): pass "
             f"tensors of the shapes and dtypes that it makes, torch.empty(..., device='meta')"
         ) from error

@@ -65,13 +65,13 @@ def _geometry(*places: Any) -> Any:
     return object()
 
 
-def _unused(taken: Iterable[tuple[int, int]], length: int) -> tuple[tuple[int, int], ...]:
+def _unused(used: Iterable[tuple[int, int]], length: int) -> tuple[tuple[int, int], ...]:
     """First element and length of each gap between the taken ranges, `(start, stop)` in order."""
-    gaps, at = [], 0
-    for start, stop in (*taken, (length, length)):
-        if start > at:
-            gaps.append((at, start - at))
-        at = stop
+    gaps, end = [], 0
+    for start, stop in (*used, (length, length)):
+        if start > end:
+            gaps.append((end, start - end))
+        end = stop
     return tuple(gaps)
 
 
@@ -182,30 +182,31 @@ class Layout:
     def holes(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """First element and length of each range that no parameter uses, for each piece."""
         return tuple(
-            _unused(((at, at + stop - start) for _, start, stop, at in cuts), self.piece) for cuts in self.cuts
+            _unused(((position, position + stop - start) for _, start, stop, position in cuts), self.piece)
+            for cuts in self.cuts
         )
 
     @cached_property
     def splits(self) -> tuple[list[int], list[int]]:
         """The lengths into which the whole buffer is split, and the indices of those parts that are entries."""
-        lengths, chosen, at = [], [], 0
+        lengths, chosen, end = [], [], 0
         for entry in self.entries:
-            if entry.offset > at:
-                lengths.append(entry.offset - at)
+            if entry.offset > end:
+                lengths.append(entry.offset - end)
             chosen.append(len(lengths))
             lengths.append(entry.numel)
-            at = entry.offset + entry.numel
-        return [*lengths, self.padded - at], chosen
+            end = entry.offset + entry.numel
+        return [*lengths, self.padded - end], chosen
 
     @cached_property
     def geometry(self) -> Any:
         """The places of the parameters in the buffer, without their names; the same object if they are equal."""
         return _geometry(tuple((entry.offset, entry.shape) for entry in self.entries), self.padded)
 
-    def views(self, whole: Tensor) -> list[Tensor]:
+    def views(self, buffer: Tensor) -> list[Tensor]:
         """Each parameter as a view of the whole buffer `[padded]`, in the order of the entries."""
         lengths, chosen = self.splits
-        parts = whole.split(lengths)
+        parts = buffer.split(lengths)
         return [parts[i].view(entry.shape) for i, entry in zip(chosen, self.entries, strict=True)]
 
     def here(self, rank: int) -> bool:
@@ -279,9 +280,9 @@ class Layout:
             return []
         cuts = ((number, *self.within(number, self.index(rank))) for number in range(len(self.entries)))
         return [
-            (number, low, high, at)
-            for number, low, high, at in cuts
-            if low < high or (self.entries[number].numel == 0 and 0 <= at < self.piece)
+            (number, low, high, position)
+            for number, low, high, position in cuts
+            if low < high or (self.entries[number].numel == 0 and 0 <= position < self.piece)
         ]
 
     def ranges(self, rank: int) -> list[Range]:
@@ -334,10 +335,10 @@ class Layout:
         if self.state_layout is not self:
             suffix += f", gradients 1/{self.state_layout.size} over {' x '.join(self.placement.gradients)}"
         size = self.piece * self.dtype.itemsize
-        params, *others = self.placement.tiers
+        params, *state_tiers = self.placement.tiers
         elsewhere = "".join(
             f", {kind} {_WHERE[tier]}"
-            for kind, tier in zip(("gradients", "state"), others, strict=True)
+            for kind, tier in zip(("gradients", "state"), state_tiers, strict=True)
             if tier != "device"
         )
         return (
@@ -358,11 +359,11 @@ def _meant(flat: FlatShard) -> str:
     )
 
 
-def _refused(what: str) -> Callable[..., Any]:
+def _refused(problem: str) -> Callable[..., Any]:
     """A method that raises TypeError."""
 
     def refuse(self: FlatShard, *_: Any) -> Any:
-        raise TypeError(f"a FlatShard {what}: {_meant(self)}")
+        raise TypeError(f"a FlatShard {problem}: {_meant(self)}")
 
     return refuse
 
@@ -449,7 +450,8 @@ def local_parameters(flat: FlatShard) -> dict[str, Tensor]:
     """
     layout, rank = flat.layout, process_groups.global_rank()
     return {
-        layout.entries[number].path: flat.values[at : at + high - low] for number, low, high, at in layout.cuts_of(rank)
+        layout.entries[number].path: flat.values[start : start + high - low]
+        for number, low, high, start in layout.cuts_of(rank)
     }
 
 
@@ -463,10 +465,10 @@ def lay(
     grid: Grid,
 ) -> Layout:
     """The layout of parameters `(path, leaves, shape, spec)`, one after another in a buffer."""
-    entries, at = [], 0
+    entries, offset = [], 0
     for path, leaves, shape, spec in parts:
-        entries.append(Entry(path, leaves, shape, spec, at))
-        at = aligned(at + math.prod(shape), dtype)
+        entries.append(Entry(path, leaves, shape, spec, offset))
+        offset = aligned(offset + math.prod(shape), dtype)
     return Layout(stage, tree, tuple(entries), dtype, trainable, placement, grid)
 
 

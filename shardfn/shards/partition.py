@@ -48,10 +48,10 @@ def partition(tree: Any, predicate: Which) -> tuple[Any, Any]:
     names = [name for path, leaf in zip(paths, leaves, strict=True) for name, _ in _parameters(path, leaf)]
     if unused := which.unused(names):
         raise ValueError(f"partition: nothing matches {listed(sorted(unused))}; there are {listed(names)}")
-    taken = [_chosen(path, leaf, which) for path, leaf in zip(paths, leaves, strict=True)]
-    yes = [leaf if take else None for leaf, take in zip(leaves, taken, strict=True)]
-    no = [None if take else leaf for leaf, take in zip(leaves, taken, strict=True)]
-    return optree.tree_unflatten(spec, yes), optree.tree_unflatten(spec, no)
+    choices = [_chosen(path, leaf, which) for path, leaf in zip(paths, leaves, strict=True)]
+    selected = [leaf if is_chosen else None for leaf, is_chosen in zip(leaves, choices, strict=True)]
+    rest = [None if is_chosen else leaf for leaf, is_chosen in zip(leaves, choices, strict=True)]
+    return optree.tree_unflatten(spec, selected), optree.tree_unflatten(spec, rest)
 
 
 def combine(*trees: Any) -> Any:
@@ -71,17 +71,17 @@ def combine(*trees: Any) -> Any:
     if not trees:
         raise ValueError("combine: there are no trees")
     flattened = [_places(tree) for tree in trees]
-    whole = next((places for places in flattened if all(places.has_places_of(other) for other in flattened)), None)
-    if whole is None:
+    full = next((places for places in flattened if all(places.has_places_of(other) for other in flattened)), None)
+    if full is None:
         raise ValueError(_different(flattened))
     leaves: list[Any] = []
-    for i, path in enumerate(whole.paths):
-        candidates = [places.leaves[i] if places.spec == whole.spec else places.tree.get(path) for places in flattened]
+    for i, path in enumerate(full.paths):
+        candidates = [places.leaves[i] if places.spec == full.spec else places.tree.get(path) for places in flattened]
         present = [leaf for leaf in candidates if leaf is not None]
         if len(present) > 1:
             raise ValueError(f"combine: {len(present)} trees have something at {path or 'the root'}")
         leaves.append(present[0] if present else None)
-    return optree.tree_unflatten(whole.spec, leaves)
+    return optree.tree_unflatten(full.spec, leaves)
 
 
 def pruned(tree: Any) -> dict[str, Any]:
@@ -115,10 +115,10 @@ def pruned(tree: Any) -> dict[str, Any]:
     return {path: leaf for path, leaf in zip(places.paths, places.leaves, strict=True) if leaf is not None}
 
 
-def with_leaves(leaves: Sequence[T], at: Iterable[int], others: Iterable[T]) -> list[T]:
+def with_leaves(leaves: Sequence[T], indices: Iterable[int], replacements: Iterable[T]) -> list[T]:
     """A copy of `leaves` with others at the indices `at`."""
     replaced = list(leaves)
-    for i, leaf in zip(at, others, strict=True):
+    for i, leaf in zip(indices, replacements, strict=True):
         replaced[i] = leaf
     return replaced
 
@@ -151,15 +151,15 @@ def _different(trees: Sequence[_FlatTree]) -> str:
             "combine: each tree is a dict of another structure, with keys that the others lack, so nothing says what "
             "the whole looks like: one of them must have all places, as both trees that partition returns do"
         )
-    n, whole = next((n, tree) for n, tree in enumerate(trees, 1) if not tree.by_path)
-    m, other = next((m, tree) for m, tree in enumerate(trees, 1) if not whole.has_places_of(tree))
+    n, full = next((n, tree) for n, tree in enumerate(trees, 1) if not tree.by_path)
+    m, other = next((m, tree) for m, tree in enumerate(trees, 1) if not full.has_places_of(tree))
     if other.by_path:
-        missing = [path for path in other.paths if path not in whole.paths]
+        missing = [path for path in other.paths if path not in full.paths]
         return (
             f"combine: tree {m} has {listed(missing, 3)}, for which tree {n} has no place, whose paths are "
-            f"{listed(whole.paths)}: both must come from one partition"
+            f"{listed(full.paths)}: both must come from one partition"
         )
-    both = listed([other.spec, whole.spec], separator=" and ", room=1200)
+    both = listed([other.spec, full.spec], separator=" and ", room=1200)
     return f"combine: tree {m} has another structure than tree {n}: {both}"
 
 
@@ -175,10 +175,11 @@ def _chosen(path: str, leaf: Any, predicate: Chosen) -> bool:
         return False
     answers = {name: predicate(name, shape) for name, shape in _parameters(path, leaf)}
     if len(set(answers.values())) > 1:
-        yes = next(path for path, answer in answers.items() if answer)
-        no = next(path for path, answer in answers.items() if not answer)
+        chosen = next(path for path, answer in answers.items() if answer)
+        rejected = next(path for path, answer in answers.items() if not answer)
         raise ValueError(
             f"partition: stage {leaf.layout.stage!r} has parameters in one buffer of which the rule chooses some, such "
-            f"as {yes}, but not {no}: keep them in two, by shard(..., frozen=[...]) or a strategy that is a function"
+            f"as {chosen}, but not {rejected}: keep them in two, by shard(..., frozen=[...]) or a strategy that is a "
+            f"function"
         )
     return any(answers.values())

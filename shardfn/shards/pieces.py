@@ -137,8 +137,8 @@ class Unit(NamedTuple):
         """A node of the same kind as the leaf was, with other values."""
         if self.layout is None:
             return values
-        held, n = self.layout.held(process_groups.global_rank()), len(self.layout.entries)
-        if (self.start, self.stop, len(self.entries)) == (0, held, n):
+        local_length, n = self.layout.held(process_groups.global_rank()), len(self.layout.entries)
+        if (self.start, self.stop, len(self.entries)) == (0, local_length, n):
             return FlatShard(values, self.layout)
         return Piece(values, self.layout, self.entries, self.start, self.stop)
 
@@ -209,10 +209,10 @@ def _names(
 
 def _stage_at(keys: tuple[Any, ...], layout: Layout) -> str:
     """The path of a stage in a tree that has one of its buffers at `keys`."""
-    before, own = split_keys(keys, layout)
-    if not own and layout.stage:
+    before, stage_keys = split_keys(keys, layout)
+    if not stage_keys and layout.stage:
         return layout.stage  # the tree is a part of the one that was sharded
-    return joined_path(*before, *own)
+    return joined_path(*before, *stage_keys)
 
 
 def split_keys(keys: tuple[Any, ...], layout: Layout) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -223,8 +223,8 @@ def split_keys(keys: tuple[Any, ...], layout: Layout) -> tuple[tuple[Any, ...], 
     stage = layout.stage
     for i, key in enumerate(keys):
         if str(key).startswith("@"):  # where `masked` lists parts of a stage
-            words, own = str(key)[1:].split("."), stage.split(".") if stage else []
-            first = len(words) - len(own)
+            words, stage_keys = str(key)[1:].split("."), stage.split(".") if stage else []
+            first = len(words) - len(stage_keys)
             return (*keys[:i], *words[:first]), tuple(words[first:])
     buffer = False
     if layout.partial and keys:  # keys that begin with a dtype distinguish the buffers of a stage
@@ -254,8 +254,8 @@ def _unit(name: str, leaf: Any) -> Unit:
     if leaf.layout is not torch.strided:
         raise TypeError(f"{name or 'the tree'} is {leaf.layout}; an optimizer takes dense tensors: pass its to_dense()")
     shape = tuple(leaf.shape)
-    whole = Segment(name, shape, shape, (0,) * len(shape), 0, 0, leaf.numel())
-    return Unit(leaf, (whole,), None, (), 0, leaf.numel(), leaf.is_floating_point() or leaf.is_complex(), name)
+    segment = Segment(name, shape, shape, (0,) * len(shape), 0, 0, leaf.numel())
+    return Unit(leaf, (segment,), None, (), 0, leaf.numel(), leaf.is_floating_point() or leaf.is_complex(), name)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -263,8 +263,8 @@ def _of_layout(
     layout: Layout, rank: int, name: str
 ) -> tuple[tuple[Segment, ...], Layout, tuple[int, ...], int, int, bool]:
     """The arguments of `Unit` for a flat shard on a rank, without the values and the name."""
-    entries, held = tuple(range(len(layout.entries))), layout.held(rank)
-    return _segments(layout, rank, entries, 0, held, name), layout, entries, 0, held, layout.trainable
+    entries, length = tuple(range(len(layout.entries))), layout.held(rank)
+    return _segments(layout, rank, entries, 0, length, name), layout, entries, 0, length, layout.trainable
 
 
 @functools.lru_cache(maxsize=4096)
@@ -272,16 +272,24 @@ def _segments(
     layout: Layout, rank: int, entries: tuple[int, ...], start: int, stop: int, name: str
 ) -> tuple[Segment, ...]:
     segments = []
-    for number, low, high, at in cuts_within(layout, rank, entries, start, stop):
-        path, shape, whole = path_in(layout, number, name), layout.entries[number].shape, layout.whole_shape(number)
-        segments.append(Segment(path, whole, shape, layout.corner(number, rank), low, at, at + high - low))
+    for number, low, high, start_in_unit in cuts_within(layout, rank, entries, start, stop):
+        path, shape, full_shape = (
+            path_in(layout, number, name),
+            layout.entries[number].shape,
+            layout.whole_shape(number),
+        )
+        segments.append(
+            Segment(
+                path, full_shape, shape, layout.corner(number, rank), low, start_in_unit, start_in_unit + high - low
+            )
+        )
     return tuple(segments)
 
 
 def path_in(layout: Layout, number: int, name: str) -> str:
     """The path of a parameter in a tree that has its stage at `name`."""
-    own = layout.entries[number].path
-    return own if name == layout.stage else joined_path(name, own[len(layout.stage) :].removeprefix("."))
+    path = layout.entries[number].path
+    return path if name == layout.stage else joined_path(name, path[len(layout.stage) :].removeprefix("."))
 
 
 def cuts_within(
@@ -291,9 +299,9 @@ def cuts_within(
     if not layout.here(rank):
         return []
     return [
-        (number, low, high, at - start)
-        for number, low, high, at in layout.cuts[layout.index(rank)]
-        if number in entries and start <= at and at + high - low <= stop
+        (number, low, high, position - start)
+        for number, low, high, position in layout.cuts[layout.index(rank)]
+        if number in entries and start <= position and position + high - low <= stop
     ]
 
 
@@ -434,8 +442,8 @@ def joined(parts: Sequence[Tensor], unit: Unit, spans: Sequence[tuple[int, int]]
     """A unit's values with these ranges replaced, as a new tensor."""
     if len(parts) == 1 and spans[0] == (0, unit.values.numel()):
         return parts[0]
-    flat, rows, at = unit.values, [], 0
+    flat, rows, end = unit.values, [], 0
     for part, (start, stop) in zip(parts, spans, strict=True):
-        rows += [flat[at:start], part]
-        at = stop
-    return torch.cat([*rows, flat[at:]])
+        rows += [flat[end:start], part]
+        end = stop
+    return torch.cat([*rows, flat[end:]])

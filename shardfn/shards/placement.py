@@ -118,8 +118,8 @@ class Placement:
                 f"a strategy with axes={self.axes} and replicas={self.replicas} has gradients={self.gradients}: they "
                 f"are cut along the axes, in this order, and then along some replicas"
             )
-        kept = self.reshard if isinstance(self.reshard, tuple) else self.axes
-        if kept != self.axes[: len(kept)] or self.reshard not in (True, False, "step", kept):
+        kept_axes = self.reshard if isinstance(self.reshard, tuple) else self.axes
+        if kept_axes != self.axes[: len(kept_axes)] or self.reshard not in (True, False, "step", kept_axes):
             raise ValueError(
                 f'reshard is True, False, "step", or the first of axes={self.axes}, not reshard={self.reshard!r}'
             )
@@ -165,8 +165,8 @@ class Placement:
         Raises:
             ValueError: there is no such tier.
         """
-        given = {"params": params, "grads": grads, "state": state}
-        return replace(self, tiers=self.tiers._replace(**{k: v for k, v in given.items() if v is not None}))
+        tiers = {"params": params, "grads": grads, "state": state}
+        return replace(self, tiers=self.tiers._replace(**{k: v for k, v in tiers.items() if v is not None}))
 
     def without(self, names: Collection[str]) -> Placement:
         """The same, without these axes among replicas and gradients."""
@@ -192,9 +192,11 @@ class Placement:
         return Placement(self.reshard, rest, gradients=self.axes, only_at=self.only_at)
 
 
-def _names(what: str, axis: AxisName) -> tuple[str, ...]:
+def _names(argument: str, axis: AxisName) -> tuple[str, ...]:
     if not isinstance(axis, (str, tuple)) or not all(isinstance(name, str) for name in axis):
-        raise TypeError(f"a strategy's {what} are the names of mesh axes, a string or a tuple of them, not {axis!r}")
+        raise TypeError(
+            f"a strategy's {argument} are the names of mesh axes, a string or a tuple of them, not {axis!r}"
+        )
     return as_names(axis)
 
 
@@ -483,8 +485,12 @@ def uncut(strategy: Strategy, below: int) -> Callable[[str, tuple[int, ...]], Pl
         raise TypeError(f'uncut: {strategy!r} is not a strategy; write uncut(full_shard("shard"), below={below})')
 
     def rule(path: str, shape: tuple[int, ...]) -> Placement:
-        own = strategy if isinstance(strategy, Placement) else strategy(path, shape)
-        return Placement(replicas=own.axes + own.replicas, only_at=own.only_at) if math.prod(shape) < below else own
+        chosen = strategy if isinstance(strategy, Placement) else strategy(path, shape)
+        return (
+            Placement(replicas=chosen.axes + chosen.replicas, only_at=chosen.only_at)
+            if math.prod(shape) < below
+            else chosen
+        )
 
     return rule
 
@@ -547,11 +553,11 @@ def strategy(name: str, *, shard: AxisName = "shard", replica: AxisName = ()) ->
         >>> strategy("full_shard auto_wrap") == full_shard("shard")
         True
     """
-    own = _own_name(name)
-    make, _ = _NAMES[own]
-    if own in _OVER_ALL:
+    canonical = _own_name(name)
+    make, _ = _NAMES[canonical]
+    if canonical in _OVER_ALL:
         return make(as_names(replica) + as_names(shard))
-    if not as_names(replica) and own != "mics":
+    if not as_names(replica) and canonical != "mics":
         raise ValueError(
             f"strategy {name!r} distinguishes two kinds of axes: pass replica= as well as shard={shard!r}: parameters, "
             f"or the copies that are gathered again, are the same over it"
@@ -562,25 +568,25 @@ def strategy(name: str, *, shard: AxisName = "shard", replica: AxisName = ()) ->
 def _own_name(name: Any) -> str:
     """The name in `_NAMES` for a name of another library."""
     text = str(getattr(name, "name", name)).removeprefix("ShardingStrategy.").replace("|", " ")  # an enum's, too
-    wanted = _plain(re.sub(r"(?i)[\s,+]auto[_-]?wrap\b|\bauto[_-]?wrap[\s,+]", " ", text))
-    if wanted in _OWN:
-        return _OWN[wanted][0]
-    if wanted.isdecimal():
-        spelled = [f'"{library}:{wanted}"' for library in ("fsdp", "zero") if f"{library}:{wanted}" in _OWN]
+    plain_name = _plain(re.sub(r"(?i)[\s,+]auto[_-]?wrap\b|\bauto[_-]?wrap[\s,+]", " ", text))
+    if plain_name in _OWN:
+        return _OWN[plain_name][0]
+    if plain_name.isdecimal():
+        spelled = [f'"{library}:{plain_name}"' for library in ("fsdp", "zero") if f"{library}:{plain_name}" in _OWN]
         raise ValueError(
             f"strategy {name!r}: a bare number means different things to different libraries (3 is DDP to Accelerate, "
             f"and full sharding to DeepSpeed): write {' or '.join(spelled) or 'a name'}, Accelerate's numbers as "
             f'"fsdp:1" to "fsdp:5" and DeepSpeed\'s as "zero:0" to "zero:3"'
         )
-    stripped = re.sub(r"(cpu|nvme|optimizer|param)?offload(nvme|cpu)?", "", wanted)
-    if stripped != wanted:
+    stripped = re.sub(r"(cpu|nvme|optimizer|param)?offload(nvme|cpu)?", "", plain_name)
+    if stripped != plain_name:
         plain = next((name for name in (stripped, stripped.removeprefix("fsdpnative")) if name in _OWN), "fullshard")
         raise ValueError(
             f"strategy {short(repr(name))}: what leaves the device is said apart from how it is cut, for each kind: "
             f'write "{_OWN[plain][0]}", and of what that gives .on(params="host", grads="host", state="host"), or '
             f'"disk"; and stage(f, remat="offload") for activations in the memory of the host'
         )
-    near = difflib.get_close_matches(wanted, _OWN, 1)
+    near = difflib.get_close_matches(plain_name, _OWN, 1)
     raise ValueError(
         f"there is no strategy {short(repr(name))}{f': did you mean {_OWN[near[0]][1]!r}?' if near else '.'} There are "
         f"{listed(_NAMES, len(_NAMES))}. Names of FSDP, DeepSpeed, Accelerate, Lightning and Megatron mean the same "

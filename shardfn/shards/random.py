@@ -81,9 +81,9 @@ class DrawContext(modes.DispatchMode):
         what: the function that draws, for messages.
     """
 
-    def __init__(self, generator: torch.Generator, what: str) -> None:
+    def __init__(self, generator: torch.Generator, function: str) -> None:
         super().__init__()
-        self.seed, self.what = generator.initial_seed(), what
+        self.seed, self.what = generator.initial_seed(), function
         self.generators = {"cpu": generator}
 
     def __enter__(self) -> Any:
@@ -117,13 +117,13 @@ class DrawContext(modes.DispatchMode):
             self.generators[key] = torch.Generator(device=device).manual_seed(self.seed)
         return self.generators[key]
 
-    def _refuse_seeding(self, how: str = "") -> None:
+    def _refuse_seeding(self, suffix: str = "") -> None:
         """Raises RuntimeError if torch's own generator has changed, and restores it."""
         if not torch.equal(torch.get_rng_state(), self.before):
             torch.set_rng_state(self.before)
-            verb = "draws from" if how else "seeds"
+            verb = "draws from" if suffix else "seeds"
             raise RuntimeError(
-                f"{self.what} {verb} torch's own generator{how}: the numbers would not be those that belong to its "
+                f"{self.what} {verb} torch's own generator{suffix}: the numbers would not be those that belong to its "
                 f"seed and place. Draw from the torch.Generator that it is given"
             )
 

@@ -57,12 +57,12 @@ def assert_replicated(tree: Any, mesh: DeviceMesh | None = None) -> None:
         if is_flat(leaf):
             if leaf.values is None:  # of a frozen parameter, in a gradient
                 continue
-            layout, held = leaf.layout, local_parameters(leaf)
+            layout, local = leaf.layout, local_parameters(leaf)
             grid = layout.grid
             compared.append(str(layout))
             for number, entry in enumerate(layout.entries):
                 axes = layout.cut_axes(number)
-                claims.append(Claim(entry.path, axes, checksum(held[entry.path]) if entry.path in held else 0))
+                claims.append(Claim(entry.path, axes, checksum(local[entry.path]) if entry.path in local else 0))
         elif isinstance(leaf, Tensor):
             compared.append(f"{path}: {leaf.dtype} {tuple(leaf.shape)}")
             claims.append(Claim(path, (), checksum(leaf)))
@@ -92,8 +92,10 @@ def _compare(claims: list[Claim], grid: Grid, mesh: DeviceMesh) -> None:
         for by_digest in places.values():
             if len(by_digest) > 1:
                 # More than one digest: these ranks should agree and do not.
-                who = " and others on ".join(f"rank{'s' * (len(r) > 1)} {listed(r)}" for r in by_digest.values())
-                problems.append(f"{claim.path or 'the tree itself'} has some numbers on {who}")
+                rank_groups = " and others on ".join(
+                    f"rank{'s' * (len(r) > 1)} {listed(r)}" for r in by_digest.values()
+                )
+                problems.append(f"{claim.path or 'the tree itself'} has some numbers on {rank_groups}")
     if problems:
         raise ValueError(
             f"assert_replicated: {findings(problems)}: they must be the same there. Start every rank from one "

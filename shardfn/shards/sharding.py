@@ -163,8 +163,8 @@ class Rules:
             )
         if inputs not in ("global", "local"):
             raise ValueError(f'inputs={inputs!r}; it is "global" or "local"')
-        asked: Any = specs if optree.tree_is_leaf(specs) else _places(specs)
-        if not isinstance(asked, (P, ByPath, dict)) and (not callable(asked) or isinstance(asked, type)):
+        flat_specs: Any = specs if optree.tree_is_leaf(specs) else _places(specs)
+        if not isinstance(flat_specs, (P, ByPath, dict)) and (not callable(flat_specs) or isinstance(flat_specs, type)):
             raise TypeError(
                 f"specs is a P for all parameters, a tree of them, by_path([...]), or a function of path and shape, "
                 f"not {specs!r}"
@@ -173,14 +173,14 @@ class Rules:
         self.placements: set[Placement] = set()
         if isinstance(strategy, Placement):
             self._valid(strategy)
-        self.inputs, self.filled, self.specs = inputs, filled, asked
+        self.inputs, self.filled, self.specs = inputs, filled, flat_specs
         self.stages = None if stages is None else chosen(stages, "stages")
         self.frozen = chosen(frozen, "frozen")
         self.unused = self.frozen.unused(()) | (set() if self.stages is None else self.stages.unused(()))
-        if isinstance(asked, dict):
-            self.unused |= asked.keys()
-        elif isinstance(asked, ByPath) and asked.strict:
-            self.unused |= {rule.pattern for rule, _ in asked.rules}
+        if isinstance(flat_specs, dict):
+            self.unused |= flat_specs.keys()
+        elif isinstance(flat_specs, ByPath) and flat_specs.strict:
+            self.unused |= {rule.pattern for rule, _ in flat_specs.rules}
         self.compared: list[str] = []
         self.places: dict[str, tuple[FlatShard, int, torch.Size]] = {}
         self.owners: dict[Any, tuple[weakref.ref[Tensor], str]] = {}
@@ -252,17 +252,19 @@ class Rules:
                 f"give it P()"
             )
         if self.inputs == "global":
-            shape, whole = local_shape(leaf.shape, spec, self.mesh, name), tuple(leaf.shape)
+            shape, full_shape = local_shape(leaf.shape, spec, self.mesh, name), tuple(leaf.shape)
         else:
-            shape, whole = tuple(leaf.shape), global_shape(leaf.shape, spec, self.mesh, name)
-        whole = whole if packed is None else packed.shape
-        trainable = not self._chooses(self.frozen, name, whole) and (leaf.is_floating_point() or leaf.is_complex())
-        return Parameter(name, leaves, shape, spec, leaf.dtype, trainable, self._placement(name, whole, spec))
+            shape, full_shape = tuple(leaf.shape), global_shape(leaf.shape, spec, self.mesh, name)
+        full_shape = full_shape if packed is None else packed.shape
+        trainable = not self._chooses(self.frozen, name, full_shape) and (leaf.is_floating_point() or leaf.is_complex())
+        return Parameter(name, leaves, shape, spec, leaf.dtype, trainable, self._placement(name, full_shape, spec))
 
     def _flat(self, layout: Layout, values: dict[str, Tensor]) -> FlatShard:
         """A flat shard of a layout, filled with this rank's part of `values` if there are any yet."""
-        held = layout.held(self.rank)
-        flat = FlatShard(placing.new((held,), layout.dtype, layout.placement.tiers.params, "params", self.mesh), layout)
+        length = layout.held(self.rank)
+        flat = FlatShard(
+            placing.new((length,), layout.dtype, layout.placement.tiers.params, "params", self.mesh), layout
+        )
         if layout.trainable and layout.placement.tiers.grads == "disk":
             n = layout.state_layout.held(self.rank)
             self.rooms.append(placing.new((n,), layout.dtype, "disk", "grads", self.mesh))
@@ -290,9 +292,9 @@ class Rules:
         if not layout.here(self.rank):
             return
         local = sliced(value.detach(), entry.spec, self.mesh) if self.inputs == "global" else value.detach()
-        low, high, at = layout.within(number, layout.index(self.rank))
+        low, high, position = layout.within(number, layout.index(self.rank))
         if low < high:
-            copying.copy_(flat.values[at : at + high - low], local.reshape(-1)[low:high])
+            copying.copy_(flat.values[position : position + high - low], local.reshape(-1)[low:high])
 
     def _identity(self, name: str, leaf: Any, stage: str) -> Any:
         """A key that is equal for leaves that are the same tensor."""
@@ -349,7 +351,7 @@ class Rules:
         if isinstance(self.specs, P):
             return self.specs
         if isinstance(self.specs, dict):  # a key may hold dots: the longer place is nearer to the parameter
-            place = max((at for at in self.specs if f"{name}.".startswith(f"{at}.")), key=len, default=None)
+            place = max((path for path in self.specs if f"{name}.".startswith(f"{path}.")), key=len, default=None)
             if place is None:
                 raise ValueError(f"specs have nothing for {name}: add it to the tree")
             self.unused.discard(place)
@@ -411,9 +413,11 @@ def plan(stage: str, tree: optree.PyTreeSpec, parameters: Sequence[Parameter], g
     for (dtype, trainable, placement), group in groups.items():
         where = f" over {' x '.join(placement.axes)}" if placement.axes else " whole"
         key = str(dtype).removeprefix("torch.") + ("" if trainable else " frozen") + (where if several else "")
-        taken = sum(other.split(", ")[0] == key for other in layouts)
+        same_key = sum(other.split(", ")[0] == key for other in layouts)
         parts = [(p.name, p.leaves, p.shape, p.spec) for p in group]
-        layouts[f"{key}, {taken + 1}" if taken else key] = lay(stage, tree, parts, dtype, trainable, placement, grid)
+        layouts[f"{key}, {same_key + 1}" if same_key else key] = lay(
+            stage, tree, parts, dtype, trainable, placement, grid
+        )
     return layouts
 
 
@@ -439,9 +443,9 @@ def refuse_sparse(name: str, leaf: Tensor) -> None:
         raise TypeError(f"{name or 'the tree'} is {leaf.layout}; parameters are dense tensors: pass its to_dense()")
 
 
-def refuse_second(name: str, others: Container[str]) -> None:
+def refuse_second(name: str, names: Container[str]) -> None:
     """Raises ValueError for a name that another parameter has."""
-    if name in others:
+    if name in names:
         raise ValueError(
             f"two parameters are called {name!r}: a name is the keys to it joined by dots, to which an empty key adds "
             f"nothing; rename one of them"

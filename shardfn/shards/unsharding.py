@@ -19,7 +19,7 @@ from shardfn.mesh.grid import Grid
 from shardfn.mesh.scope import mesh_of, scope
 from shardfn.mesh.selectors import Chosen, Which, chosen
 from shardfn.mesh.spec import dotted
-from shardfn.quoting import listed, short
+from shardfn.quoting import listed, short, short_errors
 from shardfn.shards.layout import FlatShard, Layout, assemble, is_flat, is_stage, stage_shards
 from shardfn.tiers.placing import brought
 
@@ -27,6 +27,7 @@ Part = tuple[int, int, int, int]
 """Index of a parameter, elements `start` to `stop` of a rank's value, and their position in the rank's piece."""
 
 
+@short_errors
 def unshard(
     tree: Any,
     mesh: DeviceMesh | None = None,
@@ -68,16 +69,16 @@ def unshard(
     with waiting.during("sf.unshard"):
         request = _request(tree, mesh, ranks, only, to)
         accessors, nodes, spec = optree.tree_flatten_with_accessor(tree, is_leaf=is_stage)
-        whole: list[Any] = []
+        full: list[Any] = []
         for path, node in zip(map(dotted, accessors), nodes, strict=True):
             if is_stage(node):
                 shards = stage_shards(node)
                 views = [_whole(flat, mesh, request) for flat in shards]
-                whole.append(assemble([flat.layout for flat in shards], views))
+                full.append(assemble([flat.layout for flat in shards], views))
             else:
                 requested = request.names is None or path in request.names or not isinstance(node, Tensor)
-                whole.append(node if requested else None)
-        return optree.tree_unflatten(spec, whole)
+                full.append(node if requested else None)
+        return optree.tree_unflatten(spec, full)
 
 
 class _Request(NamedTuple):
@@ -132,10 +133,10 @@ def _named(paths: Sequence[str], leaves: Sequence[Any], which: Chosen) -> frozen
 def _whole(flat: FlatShard, mesh: DeviceMesh | None, request: _Request) -> list[Tensor | None]:
     """The whole parameters of a flat shard; None for those that are not requested."""
     layout, to = flat.layout, request.to
-    whole: list[Tensor | None] = [None] * len(layout.entries)
+    full: list[Tensor | None] = [None] * len(layout.entries)
     numbers = request.numbers(layout)
     if flat.values is None or not numbers:  # a gradient has no values for frozen parameters
-        return whole
+        return full
     if flat.values.ndim > 1 and request.ranks is None:
         return _whole_stack(flat, mesh, request)
     where = mesh_of(layout.grid, f"{asked('unshard')}: stage {layout.stage!r}") if mesh is None else mesh
@@ -143,8 +144,8 @@ def _whole(flat: FlatShard, mesh: DeviceMesh | None, request: _Request) -> list[
         mesh_of(layout.grid, f"{asked('unshard')}: stage {layout.stage!r}")
         if request.ranks is not None:
             for number, value in gathered_to(flat, request.ranks, numbers, where, to).items():
-                whole[number] = value
-            return whole
+                full[number] = value
+            return full
         buffer = brought(flat.values, where)
         for name, position in layout.placement.only_at:
             if buffer.shape[-1] == 0:  # other positions hold nothing, and pad for the gather
@@ -160,8 +161,8 @@ def _whole(flat: FlatShard, mesh: DeviceMesh | None, request: _Request) -> list[
                 if names:
                     view = functional.all_gather(view, names, dim=dim, to="invariant")
             form = torch.contiguous_format
-            whole[number] = view.clone(memory_format=form) if to is None else view.to(to, copy=True, memory_format=form)
-        return whole
+            full[number] = view.clone(memory_format=form) if to is None else view.to(to, copy=True, memory_format=form)
+        return full
 
 
 def _whole_stack(flat: FlatShard, mesh: DeviceMesh | None, request: _Request) -> list[Tensor | None]:
@@ -232,22 +233,22 @@ def gathered_to(
         NotImplementedError: a transform or autograd tracks the shard.
     """
     _refuse_followed(flat, ranks)
-    layout, me, whole = flat.layout, process_groups.global_rank(), {}
+    layout, me, full = flat.layout, process_groups.global_rank(), {}
     members, names = layout.grid.ranks, tuple(name for name, _ in layout.grid.sizes)
     with scope(mesh), torch.no_grad():
         values = brought(flat.values.detach(), mesh)
         for target in ranks:
             outgoing = parts(layout, numbers, me, target)
-            rows = [values[at : at + stop - start] for _, start, stop, at in outgoing]
+            rows = [values[position : position + stop - start] for _, start, stop, position in outgoing]
             sent = rows[0] if len(rows) == 1 else torch.cat([values[:0], *rows])
             incoming = [(rank, parts(layout, numbers, rank, target) if me == target else []) for rank in members]
-            lengths = [sum(stop - start for _, start, stop, _ in held) for _, held in incoming]
+            lengths = [sum(stop - start for _, start, stop, _ in sent_parts) for _, sent_parts in incoming]
             received = functional.ragged_all_to_all(
                 sent, names, [len(sent) if rank == target else 0 for rank in members], lengths
             )
             if me == target:
-                whole = _assembled(layout, numbers, incoming, received, to)
-    return whole
+                full = _assembled(layout, numbers, incoming, received, to)
+    return full
 
 
 def parts(layout: Layout, numbers: Sequence[int], source: int, target: int) -> list[Part]:
@@ -257,9 +258,9 @@ def parts(layout: Layout, numbers: Sequence[int], source: int, target: int) -> l
     index, sent = layout.index(source), []
     for number in numbers:
         same = layout.same_axes(number)
-        start, stop, at = layout.within(number, index)
+        start, stop, position = layout.within(number, index)
         if start < stop and layout.grid.index(source, same) == layout.grid.index(target, same):
-            sent.append((number, start, stop, at))
+            sent.append((number, start, stop, position))
     return sent
 
 
@@ -268,21 +269,21 @@ def _assembled(
 ) -> dict[int, Tensor]:
     """Whole parameters from the elements received from each rank, in the order of ranks."""
     device = data.device if to is None else to
-    whole = {i: torch.empty(layout.whole_shape(i), dtype=data.dtype, device=device) for i in numbers}
+    full = {i: torch.empty(layout.whole_shape(i), dtype=data.dtype, device=device) for i in numbers}
     values: dict[tuple[int, tuple[int, ...]], Tensor] = {}  # the ranks' values, which are parts of a whole parameter
-    at = 0
-    for rank, held in sent:
-        for number, start, stop, _ in held:
+    position = 0
+    for rank, sent_parts in sent:
+        for number, start, stop, _ in sent_parts:
             entry = layout.entries[number]
-            value = whole[number]
+            value = full[number]
             if entry.spec.axes:
                 value = values.setdefault((number, layout.corner(number, rank)), value.new_empty(entry.shape))
-            value.view(-1)[start:stop].copy_(data[at : at + stop - start])
-            at += stop - start
+            value.view(-1)[start:stop].copy_(data[position : position + stop - start])
+            position += stop - start
     for (number, corner), value in values.items():
         region = tuple(slice(low, low + n) for low, n in zip(corner, value.shape, strict=True))
-        whole[number][region].copy_(value)
-    return whole
+        full[number][region].copy_(value)
+    return full
 
 
 def _refuse_followed(flat: FlatShard, ranks: Sequence[int]) -> None:

@@ -61,14 +61,14 @@ class Buffer:
         """Bytes from `start` to `stop` as numbers of a dtype; for the package alone, as `unheld` knows of it."""
         if not self._pooled:  # it is used for one call
             return self.all[start:stop].view(dtype)
-        found = self._parts.get((start, stop, dtype))
-        if found is None:
+        view = self._parts.get((start, stop, dtype))
+        if view is None:
             with self._unseen():
-                found = self.all[start:stop].view(dtype).detach()
+                view = self.all[start:stop].view(dtype).detach()
             self._forget_many()
-            self._parts[start, stop, dtype] = found
+            self._parts[start, stop, dtype] = view
             self._made += 1  # at the end: after an interrupt the buffer counts as held
-        return found
+        return view
 
     def views(self, key: Any, make: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
         """Views that are made of all bytes once for this key; for the package alone, as `unheld` knows of them."""
@@ -112,9 +112,9 @@ class Buffer:
 
     def unheld(self) -> bool:
         """Whether nothing refers to it, or to its memory, but the pool, which asks in a comprehension over a list."""
-        own, in_python, in_all = ALONE
+        own_count, in_python, in_all = ALONE
         return (
-            sys.getrefcount(self) == own
+            sys.getrefcount(self) == own_count
             and sys.getrefcount(self._storage) == in_python
             and storage_uses(self._number) == in_all + self._made - 1
             and self.all.data_ptr() == self._at
@@ -136,9 +136,9 @@ class Pool:
         self.buffers: list[Buffer] = []
         self._used = 0  # at once, when one was asked for that was not there, since it was trimmed
 
-    def empty(self, nbytes: int, like: Any, keeps: bool) -> Buffer:
+    def empty(self, nbytes: int, template: Any, keeps: bool) -> Buffer:
         """A buffer of `nbytes` or more that nothing else uses, with `keeps` until backward, for tensors like this."""
-        if self.device.type != "cpu" or type(like) is not Tensor:
+        if self.device.type != "cpu" or type(template) is not Tensor:
             return Buffer(nbytes, self.device, pooled=False)
         free = [b for b in self.buffers if not b.under_way and b.unheld()]
         for buffer in free:

@@ -37,17 +37,17 @@ def composed(signature: Signature, leaves: Sequence[Any], mesh: DeviceMesh) -> A
         scope(mesh, known_axes(mesh)) if current_mesh() is not mesh else contextlib.nullcontext(),
     ):
         shards = zip(signature.shards, signature.layouts, strict=True)
-        whole = [_parameters(leaves[i], layout, options) for i, layout in shards]
-        parameters = [functorch.unwrapped(p) for ps in whole for p in ps]
+        full = [_parameters(leaves[i], layout, options) for i, layout in shards]
+        parameters = [functorch.unwrapped(p) for ps in full for p in ps]
         compared = per_mesh(mesh, "compared parameters", set[Any])
-        before = snapshot(signature, signature.layouts, whole, compared, (signature.code, signature.layouts))
+        before = snapshot(signature, signature.layouts, full, compared, (signature.code, signature.layouts))
         versions = autograd.versions_of(parameters)
         try:
-            result = signature.call(arguments, whole)
+            result = signature.call(arguments, full)
         except RuntimeError as error:
             if " of View is a view and " in str(error):  # as torch.func calls those of `Layout.views`
                 raise RuntimeError(writes(signature)) from error
-            refuse_mixed(signature, error, whole, arguments)
+            refuse_mixed(signature, error, full, arguments)
             raise
         if before is not None:
             before.check()
@@ -108,23 +108,23 @@ def transposed(
     plan: GatherPlan, shards: Sequence[Tensor], trains: Sequence[bool], gradients: Sequence[Sequence[Tensor | None]]
 ) -> list[Tensor | None]:
     """The gradients of shards by those of parameters, by collectives that can be differentiated again."""
-    found: list[Tensor | None] = []
-    for gather, shard, yes, parameters in zip(plan.each, shards, trains, gradients, strict=True):
-        if not yes:
-            found.append(None)
+    reduced: list[Tensor | None] = []
+    for gather, shard, is_trained, parameters in zip(plan.each, shards, trains, gradients, strict=True):
+        if not is_trained:
+            reduced.append(None)
             continue
         layout, placement = gather.layout, gather.layout.placement
-        parts, at = [], 0
+        parts, end = [], 0
         # Depends on something that has a gradient, so that its own backward runs on all ranks or on none.
         anchor = shard.new_zeros((), dtype=gather.dtype).requires_grad_()
         for entry, g in zip(layout.entries, parameters, strict=True):
-            parts.append(anchor.expand(entry.offset - at))
+            parts.append(anchor.expand(entry.offset - end))
             parts.append(anchor.expand(entry.numel) if g is None else g.reshape(-1))
-            at = entry.offset + entry.numel
-        flat = torch.cat([*parts, anchor.expand(layout.padded - at)]).to(shard.dtype)
+            end = entry.offset + entry.numel
+        flat = torch.cat([*parts, anchor.expand(layout.padded - end)]).to(shard.dtype)
         if layout.size > 1:
             flat = functional.reduce_scatter(flat, placement.axes)
         if layout.grid.size(placement.replicas) > 1:
             flat = functional.psum(flat, placement.replicas)
-        found.append(flat)
-    return found
+        reduced.append(flat)
+    return reduced

@@ -40,17 +40,17 @@ class LaneState:
         self.inside: list[int] = []
 
     def __enter__(self) -> None:
-        inside, here = self.inside, get_ident()
-        if inside and inside[-1] != here and not autograd.autograd_thread():
-            one, other = (
-                next((t.name for t in threading.enumerate() if t.ident == n), "?") for n in (inside[-1], here)
+        inside, this_thread = self.inside, get_ident()
+        if inside and inside[-1] != this_thread and not autograd.autograd_thread():
+            running, arriving = (
+                next((t.name for t in threading.enumerate() if t.ident == n), "?") for n in (inside[-1], this_thread)
             )
             raise RuntimeError(
-                f"threads {one!r} and {other!r} run stages at the same time, and other ranks "
+                f"threads {running!r} and {arriving!r} run stages at the same time, and other ranks "
                 f"cannot tell them apart: give each thread a name of its own, the same on all ranks, in "
                 f"threading.Thread(name=...)"
             )
-        inside.append(here)
+        inside.append(this_thread)
 
     def __exit__(self, *_: object) -> None:
         self.inside.pop()

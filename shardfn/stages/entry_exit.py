@@ -129,7 +129,7 @@ class Call:
 
     # --- forward ---
 
-    def run(self, leaves: list[Any], at: Sequence[int], records: bool) -> Any:
+    def run(self, leaves: list[Any], tensor_indices: Sequence[int], records: bool) -> Any:
         """The function's result; with `records`, as a part of autograd's graph."""
         schedule = self.schedule
         if not records:
@@ -137,7 +137,9 @@ class Call:
                 views = self._views(schedule.gather(self))
                 result = self._function(leaves, views)
                 if debugging.nan:
-                    nonfinite.after_forward(schedule.mesh, self, views, [leaves[i] for i in at], _tensors(result))
+                    nonfinite.after_forward(
+                        schedule.mesh, self, views, [leaves[i] for i in tensor_indices], _tensors(result)
+                    )
                 gathered, self.gathered = self.gathered, None
                 self._end(gathered)
             return self._apart(result, [])
@@ -151,14 +153,16 @@ class Call:
             hooks, self.forward = self._hooks(), True
             try:
                 with hooks:
-                    result = self._hooked_run(leaves, at, views)
+                    result = self._hooked_run(leaves, tensor_indices, views)
             finally:
                 for parameter in self.decodes:
                     parameter.x = None
                 self.decodes, self.forward = [], False
                 gathered, self.gathered = self.gathered, None
             if debugging.nan:
-                nonfinite.after_forward(schedule.mesh, self, views, [leaves[i] for i in at], _tensors(result))
+                nonfinite.after_forward(
+                    schedule.mesh, self, views, [leaves[i] for i in tensor_indices], _tensors(result)
+                )
             tokens = [token]
             for ps in views:
                 for p in ps:
@@ -167,7 +171,7 @@ class Call:
             views = []
             self._end(gathered)
             schedule.ran(self)
-        return self._apart(result, [leaves[i] for i in at], tokens)
+        return self._apart(result, [leaves[i] for i in tensor_indices], tokens)
 
     def _entered(self) -> tuple[Tensor, list[list[Tensor]]]:
         """The parameters as results of the entry, and what leads the exit to it: one of them that has a gradient."""
@@ -189,12 +193,12 @@ class Call:
 
     def _parted(self, flat: Sequence[Any]) -> list[list[Any]]:
         """Parameters, or their gradients, by shards."""
-        each, at = [], 0
+        by_shard, start = [], 0
         for gather in self.plan.each:
             n = len(gather.layout.entries)
-            each.append(list(flat[at : at + n]))
-            at += n
-        return each
+            by_shard.append(list(flat[start : start + n]))
+            start += n
+        return by_shard
 
     def _hooks(self) -> Any:
         offloader = offloading(self.schedule.away, self.schedule.mesh, self) if self._offloads() else None
@@ -206,19 +210,19 @@ class Call:
     def _offloads(self) -> bool:
         return isinstance(self.signature.options.remat, Offload)
 
-    def _hooked_run(self, leaves: list[Any], at: Sequence[int], views: list[list[Tensor]]) -> Any:
+    def _hooked_run(self, leaves: list[Any], tensor_indices: Sequence[int], views: list[list[Tensor]]) -> Any:
         signature, remat = self.signature, self.signature.options.remat
         if remat is False or self._offloads() or not autograd.saved_tensors_hooks_allowed():
             return self._function(leaves, views)
         sizes = [len(ps) for ps in views]
         leaves = list(leaves)
-        tensors = [leaves[i] for i in at] + [p for ps in views for p in ps]
-        for i in at:
+        tensors = [leaves[i] for i in tensor_indices] + [p for ps in views for p in ps]
+        for i in tensor_indices:
             leaves[i] = None
 
         def run(tensors: Sequence[Tensor]) -> Any:
-            arguments, rest = list(leaves), list(tensors[len(at) :])
-            for i, x in zip(at, tensors, strict=False):
+            arguments, rest = list(leaves), list(tensors[len(tensor_indices) :])
+            for i, x in zip(tensor_indices, tensors, strict=False):
                 arguments[i] = x
             parts = []
             for n in sizes:
@@ -228,9 +232,9 @@ class Call:
 
         generators = signature.generators(leaves)
         contexts = remat() if callable(remat) else ()
-        surroundings = self.schedule.surroundings(generators, bool(contexts))
-        here = functools.partial(self.schedule.in_backward, self)
-        frame = Recomputed(signature, run, tensors, surroundings, contexts, here)
+        rng_and_autocast = self.schedule.surroundings(generators, bool(contexts))
+        backward_context = functools.partial(self.schedule.in_backward, self)
+        frame = Recomputed(signature, run, tensors, rng_and_autocast, contexts, backward_context)
         compares, signature.sampled = not signature.sampled, True
         result = frame.first(tensors, compares)
         self.frame = frame
@@ -241,13 +245,13 @@ class Call:
         signature, options = self.signature, self.signature.options
         arguments = [cast(x, options.input_dtype) for x in leaves] if options.input_dtype else leaves
         mesh = self.schedule.mesh
-        here = scope(mesh, known_axes(mesh)) if current_mesh() is not mesh else NOTHING
+        mesh_scope = scope(mesh, known_axes(mesh)) if current_mesh() is not mesh else NOTHING
         if (signature.code, self.plan) not in self.schedule.unwritten or debugging.memory:
             layouts, kind = [gather.layout for gather in self.plan.each], (signature.code, self.plan)
             self.before = snapshot(signature, layouts, views, self.schedule.unwritten, kind)
         _running.calls.append(self)
         try:
-            with here, unscheduled() if open_ledgers else NOTHING:
+            with mesh_scope, unscheduled() if open_ledgers else NOTHING:
                 result = signature.call(arguments, views, self._decode if signature.packed else None)
             if self.before is not None:
                 self.before.check()
@@ -289,25 +293,29 @@ class Call:
         """The result, with outputs that are no memory of parameters, and through the exit if autograd records."""
         frame, self.frame = self.frame, None  # what refers to this call is not to be referred to by it
         leaves, tree = ([result], None) if type(result) is Tensor else optree.tree_flatten(result)
-        numbers = [i for i, y in enumerate(leaves) if isinstance(y, Tensor)]
-        for i in numbers:
+        tensor_indices = [i for i, y in enumerate(leaves) if isinstance(y, Tensor)]
+        for i in tensor_indices:
             if autograd.memory_of(leaves[i]) in self.owned:  # of a buffer, or of a shard
                 leaves[i] = leaves[i].clone()
-        given = {id(x) for x in inputs}
-        through = [] if not tokens else [y for i in numbers if (y := leaves[i]).requires_grad and id(y) not in given]
-        through = list({id(y): y for y in through}.values())
-        if through:
-            own, fresh = set(map(autograd.memory_of, inputs)), []
-            for y in through:
-                fresh.append((memory := autograd.memory_of(y)) not in own)
-                own.add(memory)
-            outputs = _Exit.apply(self, frame, fresh, *tokens, *through)  # type: ignore[no-untyped-call]
-            outside = {id(y): out for y, out in zip(through, outputs, strict=True)}
+        input_ids = {id(x) for x in inputs}
+        differentiable = (
+            []
+            if not tokens
+            else [y for i in tensor_indices if (y := leaves[i]).requires_grad and id(y) not in input_ids]
+        )
+        differentiable = list({id(y): y for y in differentiable}.values())
+        if differentiable:
+            memories, owns_memory = set(map(autograd.memory_of, inputs)), []
+            for y in differentiable:
+                owns_memory.append((memory := autograd.memory_of(y)) not in memories)
+                memories.add(memory)
+            outputs = _Exit.apply(self, frame, owns_memory, *tokens, *differentiable)  # type: ignore[no-untyped-call]
+            output_of = {id(y): out for y, out in zip(differentiable, outputs, strict=True)}
             if (recorder := recording.current()) is not None:
-                for y, out in zip(through, outputs, strict=True):
+                for y, out in zip(differentiable, outputs, strict=True):
                     recorder.same(out, y)
-            for i in numbers:
-                leaves[i] = outside.get(id(leaves[i]), leaves[i])
+            for i in tensor_indices:
+                leaves[i] = output_of.get(id(leaves[i]), leaves[i])
         return leaves[0] if tree is None else optree.tree_unflatten(tree, leaves)
 
     # --- what autograd saves ---
@@ -334,12 +342,12 @@ class Call:
 
     def decode_again(self, parameter: DecodedParameter) -> Tensor:
         """A quantized parameter, decoded once more in backward."""
-        found = self.decoded.get(parameter)
-        if found is None:
+        decoded = self.decoded.get(parameter)
+        if decoded is None:
             source = parameter.source
             bytes_ = source.found() if isinstance(source, GatheredView) else source
-            found = self.decoded[parameter] = self._decoded(parameter.form.having(bytes_))
-        return found
+            decoded = self.decoded[parameter] = self._decoded(parameter.form.having(bytes_))
+        return decoded
 
     def _decoded(self, packed: Packed) -> Tensor:
         dtype = self.signature.options.gather_dtype or packed.dtype
@@ -362,8 +370,8 @@ class Call:
             with self.schedule.in_backward(self):
                 self.schedule.gather_again(self)
         assert self.gathered is not None, "it is under way"
-        found = self.flat[dtype] = self.gathered.numbers(dtype)
-        return found
+        flat = self.flat[dtype] = self.gathered.numbers(dtype)
+        return flat
 
     # --- backward ---
 
@@ -373,8 +381,12 @@ class Call:
         if debugging.nan:
             self.bad = nonfinite.kinds(nonfinite.not_finite([x for x in cotangents if x is not None]))
         schedule.end_others(self)
-        here = schedule.in_backward(self)
-        with entered([here, functorch.outside_transforms()]) if functorch.inside_transform() else here:
+        backward_context = schedule.in_backward(self)
+        with (
+            entered([backward_context, functorch.outside_transforms()])
+            if functorch.inside_transform()
+            else backward_context
+        ):
             schedule.begin_backward(self)
         if open_ledgers or debugging.collectives:
             self.end_attribution()
@@ -409,9 +421,9 @@ class Call:
                     return transposed(self.plan, self.shards, self.trains, parted)
             if debugging.nan:
                 nonfinite.after_backward(schedule.mesh, self, self.bad, parted)
-            found = schedule.reduce(self, parted)
+            reduced = schedule.reduce(self, parted)
             schedule.release(self)
-            return found
+            return reduced
 
 
 def _tensors(result: Any) -> list[Tensor]:
@@ -427,7 +439,9 @@ class _EntryFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         views = call._views(call.schedule.gather(call))
         if not all(call.trains):
-            ctx.mark_non_differentiable(*[p for ps, yes in zip(views, call.trains, strict=True) if not yes for p in ps])
+            ctx.mark_non_differentiable(
+                *[p for ps, is_trained in zip(views, call.trains, strict=True) if not is_trained for p in ps]
+            )
         return tuple([p for ps in views for p in ps])
 
     @staticmethod
@@ -443,21 +457,23 @@ class _Exit(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, call: Call, frame: Recomputed | None, fresh: list[bool], *tensors: Tensor) -> Any:
+    def forward(ctx: Any, call: Call, frame: Recomputed | None, owns_memories: list[bool], *tensors: Tensor) -> Any:
         ctx.call, ctx.frame = call, frame
         ctx.set_materialize_grads(False)
-        n = len(fresh)
+        n = len(owns_memories)
         ctx.nothing, ctx.zeros = (None,) * (4 + len(tensors) - 1 - n), None
         for x in tensors[1:]:
             if x._backward_hooks:
                 ctx.zeros = [x.new_zeros(()).expand(x.shape) if x._backward_hooks else None for x in tensors[1:]]
                 break
-        return tuple([y.detach() if own else y for y, own in zip(tensors[-n:], fresh, strict=True)])
+        return tuple(
+            [y.detach() if owns_memory else y for y, owns_memory in zip(tensors[-n:], owns_memories, strict=True)]
+        )
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         ctx.call.exit_backward(cotangents, ctx.frame)
-        found = *ctx.nothing, *cotangents
+        gradients = *ctx.nothing, *cotangents
         if ctx.zeros is None:
-            return found
-        return *found[:4], *[zeros if g is None else g for g, zeros in zip(found[4:], ctx.zeros, strict=True)]
+            return gradients
+        return *gradients[:4], *[zeros if g is None else g for g, zeros in zip(gradients[4:], ctx.zeros, strict=True)]

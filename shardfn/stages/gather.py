@@ -167,12 +167,12 @@ class Gathered:
         layout, wire = gather.layout, gather.wire
         comm = by.communicator_of(layout.placement.axes)
         index = 0 if comm is None else comm.axis.index
-        at = gather.piece(index)
-        own = self.buffer.part(*at, gather.dtype if wire is None else torch.uint8)
+        piece_bounds = gather.piece(index)
+        own_piece = self.buffer.part(*piece_bounds, gather.dtype if wire is None else torch.uint8)
         if wire is None or values.dtype == torch.uint8:
-            own.copy_(values, non_blocking=True)
+            own_piece.copy_(values, non_blocking=True)
         else:
-            wire.write(zero_padding(values.to(own.device, non_blocking=True), layout.holes[index]), own)
+            wire.write(zero_padding(values.to(own_piece.device, non_blocking=True), layout.holes[index]), own_piece)
         if comm is None:
             _decode(self.buffer, gather)
             return
@@ -185,7 +185,7 @@ class Gathered:
             hops = [hop for name in reversed(layout.placement.axes) if (hop := by.communicator_of((name,))) is not None]
             work = gather_by_hops(region, index, hops, dtype)
         else:
-            piece = self.buffer.part(*at, torch.uint8)
+            piece = self.buffer.part(*piece_bounds, torch.uint8)
             work = all_gather(region, comm, dtype, piece, _purpose(gather, self.again).number)
         arrival = _CheckedGather(work, comm, gather, self.buffer, self.again, checks=not by_purpose)
         self.works.append(arrival if wire is None or by.stream is None else by.stream.decoded(arrival))
@@ -206,8 +206,8 @@ class Gathered:
             raise RuntimeError(self.failed) from waiting.cause(error)
         works, self.works = self.works, []
         self.buffer.under_way = False
-        if self.stream is not None and (now := self.stream.now()) != self.made_on:
-            _used_on(now, self.bytes)
+        if self.stream is not None and (current := self.stream.now()) != self.made_on:
+            _used_on(current, self.bytes)
             if works:  # the stream to which this memory returns has not waited for them
                 free((self.stream, works, (self.bytes, *self.shards)))
         if self.version is None and not self.bytes.is_inference():
@@ -240,11 +240,11 @@ class Gathered:
         return self.buffer.part(0, self.plan.nbytes // dtype.itemsize * dtype.itemsize, dtype).detach()
 
 
-def offset_in(own: Tensor, x: Tensor) -> int | None:
+def offset_in(memory: Tensor, x: Tensor) -> int | None:
     """Where a tensor begins in the memory of another, in bytes from that one's beginning; None if it lies elsewhere."""
-    if storage_of(x) != storage_of(own):
+    if storage_of(x) != storage_of(memory):
         return None
-    return int(x.storage_offset() * x.dtype.itemsize - own.storage_offset() * own.dtype.itemsize)
+    return int(x.storage_offset() * x.dtype.itemsize - memory.storage_offset() * memory.dtype.itemsize)
 
 
 class _CheckedGather:
@@ -298,9 +298,9 @@ def _wrong(gather: Gather, tail: Tensor) -> str | None:
     """What is wrong with the tag that came with the last rank's piece."""
     if torch.equal(tail, gather.tag):
         return None
-    ours, last = (bytes(x[8:].tolist()).decode(errors="replace").strip() for x in (gather.tag, tail))
+    own_stage, last_stage = (bytes(x[8:].tolist()).decode(errors="replace").strip() for x in (gather.tag, tail))
     return (
-        f"it gathers for {ours}, but the last rank along {' x '.join(gather.layout.placement.axes)} for "
-        f"{last or 'another stage'}: ranks run different stages. A branch around a stage goes the same way "
+        f"it gathers for {own_stage}, but the last rank along {' x '.join(gather.layout.placement.axes)} for "
+        f"{last_stage or 'another stage'}: ranks run different stages. A branch around a stage goes the same way "
         f"on every rank, and one that has no use for it calls shardfn.skip(stage, params)"
     )

@@ -98,18 +98,18 @@ def _plan_of(
     layouts: tuple[Layout, ...],
     dtypes: tuple[torch.dtype, ...],
 ) -> GatherPlan:
-    gathers, at = [], 0
-    for layout, own in zip(layouts, dtypes, strict=True):
-        dtype = gather_dtype if gather_dtype and own.is_floating_point else own
-        moves = layout.size > 1 or dtype != own or layout.placement.tiers.params != "device"
-        wire = wire_of(layout, own, format)
-        stop = at + layout.padded * dtype.itemsize * moves
+    gathers, start = [], 0
+    for layout, shard_dtype in zip(layouts, dtypes, strict=True):
+        dtype = gather_dtype if gather_dtype and shard_dtype.is_floating_point else shard_dtype
+        moves = layout.size > 1 or dtype != shard_dtype or layout.placement.tiers.params != "device"
+        wire = wire_of(layout, shard_dtype, format)
+        stop = start + layout.padded * dtype.itemsize * moves
         tail = min(layout.padded - layout.total, layout.piece) * dtype.itemsize
         tag = _tag(layout, dtype if wire is None else wire, min(tail, ALIGNMENT) if wire is None else ALIGNMENT)
         encoded = up(stop)
-        gathers.append(Gather(layout, dtype, at, stop, moves, tag, wire, encoded))
-        at = encoded if wire is None else up(encoded + layout.size * wire.length)
-    return GatherPlan(tuple(gathers), at)
+        gathers.append(Gather(layout, dtype, start, stop, moves, tag, wire, encoded))
+        start = encoded if wire is None else up(encoded + layout.size * wire.length)
+    return GatherPlan(tuple(gathers), start)
 
 
 def up(nbytes: int) -> int:

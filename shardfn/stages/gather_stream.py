@@ -53,8 +53,8 @@ class Copied:
 
     __slots__ = ("_on", "event")
 
-    def __init__(self, on: GatherStream) -> None:
-        self._on, self.event = on, on.module.current_stream(on.device).record_event()
+    def __init__(self, stream: GatherStream) -> None:
+        self._on, self.event = stream, stream.module.current_stream(stream.device).record_event()
 
     def wait(self) -> None:
         """Makes the current stream run what is enqueued from now on after it."""

@@ -90,8 +90,8 @@ def compare(mesh: DeviceMesh, run: Any, message: str) -> None:
         lengths = gathered(length, axis, None, "comparing whether numbers are finite", str(signature))[:, 0].tolist()
         if not any(lengths):
             return
-        told = texts(text, lengths, axis, "comparing what is not finite", str(signature))
+        messages = texts(text, lengths, axis, "comparing what is not finite", str(signature))
     reporting = [rank for rank, n in zip(ranks_along(axis), lengths, strict=True) if n]
-    first = next(text for text in told if text)
-    others = f" (and something like it on {len(reporting) - 1} more)" if len(reporting) > 1 else ""
-    raise FloatingPointError(f"{signature}, on rank {reporting[0]}{others}: {first}")
+    first = next(text for text in messages if text)
+    elsewhere = f" (and something like it on {len(reporting) - 1} more)" if len(reporting) > 1 else ""
+    raise FloatingPointError(f"{signature}, on rank {reporting[0]}{elsewhere}: {first}")

@@ -118,8 +118,8 @@ class Prefetch:
             self.orders.remove(order)
 
     def _gathered(self, call: Call) -> Gathered:
-        own = Wanted(call.key, call.plan, call.shards, call.shards, keeps=call.keeps)
-        self._turn(call, [own, *self.announced(call)], 1 + call.signature.options.prefetch + call.keeps)
+        request = Wanted(call.key, call.plan, call.shards, call.shards, keeps=call.keeps)
+        self._turn(call, [request, *self.announced(call)], 1 + call.signature.options.prefetch + call.keeps)
         gathered = self._found(call.key)
         assert gathered is not None, "it has been started"
         if call.keeps:
@@ -133,10 +133,10 @@ class Prefetch:
 
     def _found(self, key: Key) -> Gathered | None:
         """What is there, or under way."""
-        found = self.buffers.get(key) or self.kept.get(key)
-        if found is None and key in self.tape.held:
-            found = self.tape.held[key][0]
-        return found
+        gathered = self.buffers.get(key) or self.kept.get(key)
+        if gathered is None and key in self.tape.held:
+            gathered = self.tape.held[key][0]
+        return gathered
 
     def _keep(self, call: Call, gathered: Gathered) -> None:
         """Keeps what was gathered until the step ends, or until the last call that keeps it has had its backward."""
@@ -156,14 +156,14 @@ class Prefetch:
             groups = order.after(call.shards[0], 2 * count)
             if groups is not None:
                 break
-        found = []
+        requests = []
         for layouts, shards in (groups or ())[:count]:
             plan, keeps = self.last.get(layouts, (None, False))
             if plan is not None and plan.nbytes and -1 not in (versions := autograd.versions_of(shards)):
-                found.append(Wanted(key_of(plan, shards, versions), plan, shards, shards, keeps=keeps))
+                requests.append(Wanted(key_of(plan, shards, versions), plan, shards, shards, keeps=keeps))
         for layouts, shards in (groups or ())[count:]:
             self._read_ahead(layouts, shards)
-        return found
+        return requests
 
     def _read_ahead(self, layouts: Sequence[Any], shards: Sequence[Tensor]) -> None:
         """Starts to read shards from disk that will be gathered after those that are gathered now."""
@@ -171,32 +171,32 @@ class Prefetch:
             if layout.placement.tiers.params == "disk":
                 self.gathering.disk.announce(shard)
 
-    def _turn(self, call: Call, wanted: Sequence[Wanted], places: int = 0) -> None:
+    def _turn(self, call: Call, requests: Sequence[Wanted], places: int = 0) -> None:
         """Starts what is needed now and what is likely to be next.
 
         Lets go of all else, which those hold who need it; but where fewer than `places` come, as at the end of forward,
         what came last stays, as backward begins with that.
         """
-        stays = {one.key for one in wanted}
-        places -= len(stays)
-        stays.update([key for key in reversed(self.buffers) if key not in stays][:places] if places > 0 else ())
-        for key in [key for key in self.buffers if key not in stays]:
+        staying = {request.key for request in requests}
+        places -= len(staying)
+        staying.update([key for key in reversed(self.buffers) if key not in staying][:places] if places > 0 else ())
+        for key in [key for key in self.buffers if key not in staying]:
             self.buffers.pop(key).wait()  # if nobody used it, its memory is written to until it has come
-        for one in wanted:
-            found = self._found(one.key)
-            if found is None:
-                with named(one.key[0].stage):
-                    found = self.start(call, one)
-                found.of = one.of
-            self.buffers.pop(one.key, None)
-            self.buffers[one.key] = found  # as the latest
+        for request in requests:
+            gathered = self._found(request.key)
+            if gathered is None:
+                with named(request.key[0].stage):
+                    gathered = self.start(call, request)
+                gathered.of = request.of
+            self.buffers.pop(request.key, None)
+            self.buffers[request.key] = gathered  # as the latest
 
-    def start(self, call: Call, one: Wanted) -> Gathered:
+    def start(self, call: Call, request: Wanted) -> Gathered:
         """Starts a gather, for a call."""
         if open_ledgers:
-            pieces = {id(x): x.nbytes for kept in self.tape.secondary.values() for x in kept.shards}
+            pieces = {id(x): x.nbytes for secondary in self.tape.secondary.values() for x in secondary.shards}
             record_buffers(self.gathering.pool.nbytes() + self.gathering.decoded.nbytes() + sum(pieces.values()))
-        return Gathered(one.plan, one.shards, self.gathering, one.again, one.keeps)
+        return Gathered(request.plan, request.shards, self.gathering, request.again, request.keeps)
 
     def forget(self, gathered: Gathered) -> None:
         """What was gathered must not be used again."""
@@ -249,7 +249,7 @@ class Prefetch:
 
     def before(self, call: Call) -> list[Wanted]:
         """The gathers of the calls whose backward comes next."""
-        found = []
+        requests = []
         gathers = announcements = call.signature.options.prefetch
         for other in reversed(call.tape.runs[: call.index]) if call.tape is not None else ():
             if gathers == announcements == 0:
@@ -262,9 +262,9 @@ class Prefetch:
                 announcements -= 1
                 continue
             if other.key != call.key:
-                found.append(self._again(other))
+                requests.append(self._again(other))
             gathers -= 1
-        return found
+        return requests
 
     def _drop_buffers(self, waits: bool = True) -> None:
         for store in (self.buffers, self.kept):

@@ -65,12 +65,12 @@ class Recomputed:
         signature: Signature,
         run: Run,
         tensors: Sequence[Tensor],
-        surroundings: RngAndAutocast,
+        rng_and_autocast: RngAndAutocast,
         contexts: Sequence[Any],
-        here: Callable[[], Any],
+        backward_context: Callable[[], Any],
     ) -> None:
-        self.signature, self.run, self.surroundings, self.contexts = signature, run, surroundings, list(contexts)
-        self.here, self.kernels = here, [allowed() for allowed, _ in _KERNELS]
+        self.signature, self.run, self.surroundings, self.contexts = signature, run, rng_and_autocast, list(contexts)
+        self.here, self.kernels = backward_context, [allowed() for allowed, _ in _KERNELS]
         places = {id(x): i for i, x in reversed(list(enumerate(tensors)))}
         unique = sorted(set(places.values()))  # a tensor may be given twice
         self.at = [unique.index(places[id(x)]) for x in tensors]
@@ -134,13 +134,13 @@ class Recomputed:
         ]
         tensors = [unique[i] for i in self.at]
         last = autograd.last_node()
-        found: list[tuple[Tensor, int]] = []
+        kept: list[tuple[Tensor, int]] = []
         references: list[weakref.ref[_Saved]] = []
 
         def keep(x: Tensor) -> _Saved:
-            saved = _Saved(len(found))
+            saved = _Saved(len(kept))
             references.append(weakref.ref(saved))
-            found.append((x.detach(), x._version))
+            kept.append((x.detach(), x._version))
             return saved
 
         with contextlib.ExitStack() as stack:
@@ -151,12 +151,12 @@ class Recomputed:
             if self.contexts:  # of a policy, which keeps results for one run
                 stack.enter_context(self.contexts.pop())
             stack.enter_context(self.surroundings.drawing(is_replay=True))
-            stack.enter_context(autograd.hooked(keep, lambda saved: found[saved.number][0]))
+            stack.enter_context(autograd.hooked(keep, lambda saved: kept[saved.number][0]))
             result = self.run(tensors)
         if self.form is None:  # the first run has not ended, and asks for what it has saved so far
-            self.again = dict(enumerate(found))
+            self.again = dict(enumerate(kept))
             return
-        self.again = {number: found[saved.number] for number, saved in _held(references)}
+        self.again = {number: kept[saved.number] for number, saved in _held(references)}
         form, outputs = form_of(result, tensors)
         if not self.form.same(form):
             raise RuntimeError(other_result(self.signature, str(self.form), str(form)))
@@ -170,13 +170,15 @@ class Recomputed:
                 raise RuntimeError(other_numbers(self.signature, off))
         kinds = [(shape_of(x), x.dtype) for x, _ in self.again.values()]
         if kinds != self.kinds:
-            first, then = (f"what saves {_described(each)} for its gradient" for each in (self.kinds, kinds))
+            first, then = (
+                f"what saves {_described(saved_kinds)} for its gradient" for saved_kinds in (self.kinds, kinds)
+            )
             raise RuntimeError(other_result(self.signature, first, then))
         operations = autograd.operations(outputs, tensors, last, self.outside)
         if operations != self.operations:
             both = itertools.zip_longest(self.operations, operations, fillvalue=("nothing", ()))
-            at, (one, other) = next((at, two) for at, two in enumerate(both) if two[0] != two[1])
-            first, then = (f"operation {at}, {name} of {', '.join(of)}" for name, of in (one, other))
+            index, (before, after) = next((index, two) for index, two in enumerate(both) if two[0] != two[1])
+            first, then = (f"operation {index}, {name} of {', '.join(operands)}" for name, operands in (before, after))
             raise RuntimeError(other_result(self.signature, first, then))
 
 
@@ -190,14 +192,18 @@ _KERNELS: list[tuple[Callable[[], bool], Callable[[bool], None]]] = [
 @contextlib.contextmanager
 def _allowing(kernels: Sequence[bool]) -> Iterator[None]:
     """A context in which attention may use these kernels, in the order of `_KERNELS`."""
-    changed = [(allow, yes) for (allowed, allow), yes in zip(_KERNELS, kernels, strict=True) if allowed() is not yes]
-    for allow, yes in changed:
-        allow(yes)
+    changed = [
+        (allow, enabled)
+        for (allowed, allow), enabled in zip(_KERNELS, kernels, strict=True)
+        if allowed() is not enabled
+    ]
+    for allow, enabled in changed:
+        allow(enabled)
     try:
         yield
     finally:
-        for allow, yes in changed:
-            allow(not yes)
+        for allow, enabled in changed:
+            allow(not enabled)
 
 
 def _held(saved: Sequence[weakref.ref[_Saved]]) -> Iterator[tuple[int, _Saved]]:
@@ -206,6 +212,6 @@ def _held(saved: Sequence[weakref.ref[_Saved]]) -> Iterator[tuple[int, _Saved]]:
 
 
 def _described(kinds: Sequence[Kind]) -> str:
-    most = 3
-    shown = ", ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for shape, dtype in kinds[:most])
-    return f"{len(kinds)} tensors ({shown}{', ...' * (len(kinds) > most)})"
+    common = 3
+    shown = ", ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for shape, dtype in kinds[:common])
+    return f"{len(kinds)} tensors ({shown}{', ...' * (len(kinds) > common)})"

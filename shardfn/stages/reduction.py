@@ -74,7 +74,7 @@ class PendingReduction:
         self.levels = [] if scattered else list(route.levels)
         hops = [] if deferred else [("reduce_scatter", route.split), ("all_reduce", route.replica)]
         self.hops = [("reduce_scatter", level.along) for level in self.levels[1:]]
-        self.hops += [(op, along) for op, along in hops if along is not None]
+        self.hops += [(op, comm) for op, comm in hops if comm is not None]
         self.ends = shard is None or shard.axis.index == shard.axis.size - 1
         self.held: list[Tensor] = []
         self.source: Sequence[Any] = ()
@@ -89,24 +89,24 @@ class PendingReduction:
         self.into, self.marks = self.out, marks if shard.checks and self.reduction.format is None else None
         return self
 
-    def begin(self, room_for: Tensor | None = None) -> PendingReduction:
-        """Starts the next hop, if there is one; a scatter fills `room_for`, or new memory."""
+    def begin(self, into: Tensor | None = None) -> PendingReduction:
+        """Starts the next hop, if there is one; a scatter fills `into`, or new memory."""
         if not self.hops:
             return self
-        op, along = self.along = self.hops.pop(0)
+        op, comm = self.along = self.hops.pop(0)
         layout, out, scatters, self.marks = self.reduction.layout, self.out, op == "reduce_scatter", None
         if self.reduction.format is None:
             marks = _marks(layout, out.dtype, out.device)
-            room = len(marks) * (along.axis.size if scatters else 1)
-            if self.ends and along.checks and len(out) >= room:
+            marks_length = len(marks) * (comm.axis.size if scatters else 1)
+            if self.ends and comm.checks and len(out) >= marks_length:
                 self.marks = out.dtype
                 out[len(out) - len(marks) :].copy_(marks)
         elif scatters:
             self.levels = self.levels[1:]
             out = self.levels[0].ordered(out) if self.levels else out
-        self.into = out.new_empty(len(out) // along.axis.size) if scatters and room_for is None else room_for
+        self.into = out.new_empty(len(out) // comm.axis.size) if scatters and into is None else into
         with attributed_to(layout.stage, backward=True):
-            self.under_way = _hop(self.reduction, along, out, self.into, lambda n, dtype: out.new_empty(n, dtype=dtype))
+            self.under_way = _hop(self.reduction, comm, out, self.into, lambda n, dtype: out.new_empty(n, dtype=dtype))
         return self
 
     def ahead(self, side: Any) -> None:
@@ -120,15 +120,15 @@ class PendingReduction:
         encoded = self.reduction.format is not None
         while self.hops or (encoded and self.under_way is not None):
             # Memory is allocated on the current stream, and used there before: the side stream waits for that.
-            op, along = self.hops[0] if self.hops else ("", None)
-            room = self.out.new_empty(len(self.out) // along.axis.size) if along and op == "reduce_scatter" else None
+            op, comm = self.hops[0] if self.hops else ("", None)
+            into = self.out.new_empty(len(self.out) // comm.axis.size) if comm and op == "reduce_scatter" else None
             side.wait_stream(module.current_stream(side.device))
             with module.stream(side):
                 if self.under_way is not None:
                     self._land()
                 self.left = self.left or side.record_event()
                 self.held.append(self.out)
-                self.begin(room)
+                self.begin(into)
         self.landed = side.record_event() if encoded and self.left is not None else None  # else `side` did nothing
 
     def advance(self) -> None:
@@ -146,8 +146,8 @@ class PendingReduction:
         """Ends the use of its source, whose memory goes back to the stream on which it was allocated."""
         if self.failed:
             return
-        if self.made_on is not None and (now := _stream(self.out)) != self.made_on:
-            self.used_on(now)
+        if self.made_on is not None and (current := _stream(self.out)) != self.made_on:
+            self.used_on(current)
         for x in self.source:
             if type(x) is Buffer:
                 x.under_way = False
@@ -178,10 +178,10 @@ class PendingReduction:
         """Waits for the hop under way, and checks its marks."""
         assert self.under_way is not None, "something is under way"
         assert self.along is not None, "it goes along an axis"
-        (op, along), handle, stage = self.along, self.under_way, self.reduction.layout.stage
+        (op, comm), handle, stage = self.along, self.under_way, self.reduction.layout.stage
         self.under_way, self.sends, self.failed = None, False, True
         try:
-            arrived(handle, op, along.reductions.group_name, self.reduction.purpose)
+            arrived(handle, op, comm.reductions.group_name, self.reduction.purpose)
         except RuntimeError as error:
             raise RuntimeError(
                 f"stage {stage!r}: summing its gradient failed on this rank: {error}"
@@ -190,22 +190,22 @@ class PendingReduction:
         if op == "reduce_scatter":
             assert self.into is not None, "a scatter fills something"
             self.out, self.into = self.into, None
-            self.ends = self.ends and along.axis.index == along.axis.size - 1
+            self.ends = self.ends and comm.axis.index == comm.axis.size - 1
         if self.marks is not None and self.ends:
             marks = _marks(self.reduction.layout, self.marks, _HOST).to(self.out.dtype)
             _compare(self.out[len(self.out) - len(marks) :], marks, stage)
 
 
-def _hop(reduction: Reduction, along: Communicator, flat: Tensor, into: Tensor | None, memory: _Memory) -> Handle:
+def _hop(reduction: Reduction, comm: Communicator, flat: Tensor, into: Tensor | None, memory: _Memory) -> Handle:
     """Starts to sum a gradient over ranks, to this rank's piece `into`; with None, all of it in its own place."""
     if (format := reduction.format) is None:
         if into is None:
-            return all_reduce(flat, along)
-        return reduce_scatter(flat, into, along, lambda n: memory(n, flat.dtype), reduction.purpose.number)
+            return all_reduce(flat, comm)
+        return reduce_scatter(flat, into, comm, lambda n: memory(n, flat.dtype), reduction.purpose.number)
     tag = functools.partial(_tag, reduction.layout, format)
     if into is None:
-        return compressed.all_reduce(flat, along, format, tag, lambda n: memory(n, torch.uint8))
-    return compressed.reduce_scatter(flat, into, along, format, tag, lambda n: memory(n, torch.uint8))
+        return compressed.all_reduce(flat, comm, format, tag, lambda n: memory(n, torch.uint8))
+    return compressed.reduce_scatter(flat, into, comm, format, tag, lambda n: memory(n, torch.uint8))
 
 
 def _stream(x: Tensor) -> Any:
@@ -300,7 +300,7 @@ class Reductions:
     def turn(self) -> None:
         """Begins the reduction of a stage's gradients: those before the last stage's go on to their next hop."""
         self.turns += 1
-        for pending in [one for one in self.moving if one.turn <= self.turns - self.UNDER_WAY]:
+        for pending in [other for other in self.moving if other.turn <= self.turns - self.UNDER_WAY]:
             pending.advance()
             if not pending.hops:
                 self.moving.remove(pending)
@@ -326,9 +326,9 @@ class Reductions:
         if pairs:
             torch._foreach_add_([view for view, _ in pairs], [g for _, g in pairs])
 
-    def _memory(self, nbytes: int, like: Any) -> Buffer:
+    def _memory(self, nbytes: int, template: Any) -> Buffer:
         """Memory that a collective will read or fill; it belongs to who refers to it until that has arrived."""
-        buffer = self.pools[self.turns % self.UNDER_WAY].empty(nbytes, like, keeps=False)
+        buffer = self.pools[self.turns % self.UNDER_WAY].empty(nbytes, template, keeps=False)
         buffer.under_way = True
         return buffer
 
@@ -340,10 +340,10 @@ class Reductions:
             flat = torch.empty(layout.padded, dtype=dtype, device=self.device)
             places = _spread(layout, dtype, flat)
         else:
-            nbytes, like = layout.padded * dtype.itemsize, gradients[0]
-            if like is None:
-                like = next((g for g in gradients if g is not None), None)
-            buffers = [self._memory(nbytes, torch.empty(0, device=self.device) if like is None else like)]
+            nbytes, template = layout.padded * dtype.itemsize, gradients[0]
+            if template is None:
+                template = next((g for g in gradients if g is not None), None)
+            buffers = [self._memory(nbytes, torch.empty(0, device=self.device) if template is None else template)]
             flat = buffers[0].part(0, nbytes, dtype)
             places = buffers[0].views((layout, dtype), lambda memory: _spread(layout, dtype, memory))
         n, present = len(gradients), [g for g in gradients if g is not None]
@@ -383,9 +383,9 @@ class Reductions:
             flat, shard = first.ordered(flat), first.along
             out = torch.empty(len(flat) // shard.axis.size, dtype=dtype, device=self.device)
             # Not on the stream that encodes: it goes back to this one.
-            room = memory(compressed.scratch_bytes(len(flat), shard, reduction.format), torch.uint8)
+            scratch = memory(compressed.scratch_bytes(len(flat), shard, reduction.format), torch.uint8)
             with attributed_to(layout.stage, backward=True), self._encoding():
-                handle = _hop(reduction, shard, flat, out, lambda n, dtype: room)
+                handle = _hop(reduction, shard, flat, out, lambda n, dtype: scratch)
         pending = PendingReduction(reduction, out, total, deferred)
         return self._sent(pending.scattering(handle, shard, marked, [*source, flat]))
 
@@ -401,14 +401,14 @@ class Reductions:
         ]
         index, size = shard.axis.index, shard.axis.size
         parts = [[flats[k][start:stop] for k, start, stop, _ in cut] for cut in layout.cuts]
-        places = [(at, at + stop - start) for _, start, stop, at in layout.cuts[index]]
+        places = [(offset, offset + stop - start) for _, start, stop, offset in layout.cuts[index]]
         marks = _marks(layout, dtype, self.device)
         parts[-1].append(marks)
         if index == size - 1:
             places.append((layout.piece - len(marks), layout.piece))
         out = torch.empty(layout.piece, dtype=dtype, device=self.device)
-        for at, length in layout.holes[index]:
-            out[at : at + length].zero_()
+        for offset, length in layout.holes[index]:
+            out[offset : offset + length].zero_()
         # The first piece received goes where the sum will be, so it needs no memory of its own.
         numel = layout.piece * (size - 2)
         source = [self._memory(numel * dtype.itemsize, out)] if numel else []
@@ -439,13 +439,13 @@ class Reductions:
         """Keeps track of a reduction that starts, or has started."""
         pending.turn = self.turns
         self.in_flight.append(pending)
-        beside = self.device.type != "cpu"
-        encoded = beside and pending.reduction.format is not None
+        has_streams = self.device.type != "cpu"
+        encoded = has_streams and pending.reduction.format is not None
         if pending.under_way is None and not encoded:
             pending.source = [pending.out]
             pending.begin()
-        native = pending.reduction.format is None and not any(along.overrides for _, along in pending.hops)
-        if encoded or (beside and native and pending.hops):
+        native = pending.reduction.format is None and not any(comm.overrides for _, comm in pending.hops)
+        if encoded or (has_streams and native and pending.hops):
             self._side = self._side or torch.get_device_module(self.device).Stream(device=self.device)
             pending.ahead(self._side)
         if pending.total is not None and pending.reduction.tier != "device":
@@ -479,8 +479,8 @@ class Reductions:
 
     def forget(self) -> None:
         """Forgets what is under way; memory that is still read or filled is used again only after that."""
-        beside = [stream for stream in (self._side, self._sending) if stream is not None]
-        for stream in () if devices.capturing(self.device) else beside:
+        side_streams = [stream for stream in (self._side, self._sending) if stream is not None]
+        for stream in () if devices.capturing(self.device) else side_streams:
             for pending in self.in_flight:
                 pending.used_on(stream)
         self.in_flight, self.for_elsewhere, self.moving = [], [], []
@@ -511,12 +511,12 @@ class Reductions:
             total.accumulator = None
             with attributed_to(reduction.layout.stage, backward=True):
                 if step.defer == "everything" and total.whole is not None:
-                    whole, total.whole, total.out = total.whole.to(reduction.dtypes.sum), None, None
+                    full, total.whole, total.out = total.whole.to(reduction.dtypes.sum), None, None
                     if reduction.marked():
-                        marks = _marks(reduction.layout, whole.dtype, whole.device)
-                        whole[len(whole) - len(marks) :].copy_(marks)
+                        marks = _marks(reduction.layout, full.dtype, full.device)
+                        full[len(full) - len(marks) :].copy_(marks)
                     self.turn()
-                    self._send(reduction, whole, [], total, False)
+                    self._send(reduction, full, [], total, False)
                 elif total.out is not None:
                     deferred, dtype = step.defer == "replicas", reduction.dtypes.shard
                     if deferred or total.out.dtype != dtype:

@@ -128,12 +128,12 @@ class ResultSignature(NamedTuple):
 
     def __str__(self) -> str:
         kinds = iter([kind_of(*kind) for kind in self.kinds])
-        words = [next(kinds) if leaf is TENSOR else short(repr(leaf), 40) for leaf in self.leaves]
+        descriptions = [next(kinds) if leaf is TENSOR else short(repr(leaf), 40) for leaf in self.leaves]
         parts = str(self.tree).removeprefix("PyTreeSpec(").removesuffix(")").split("*")
-        if len(parts) == len(words) + 1:
-            text = "".join(part + word for part, word in zip(parts, [*words, ""], strict=True))
+        if len(parts) == len(descriptions) + 1:
+            text = "".join(part + description for part, description in zip(parts, [*descriptions, ""], strict=True))
         else:  # a key contains a star as well
-            text = ", ".join(words)
+            text = ", ".join(descriptions)
         through = [i for i, k in enumerate(self.order) if k < 0]
         return short(text, 200) + (f" (arguments are handed through as tensors {through})" if through else "")
 
@@ -216,13 +216,13 @@ def _spread(x: Tensor) -> Tensor:
     return x.reshape(-1)[::step]
 
 
-def _apart(now: Tensor, then: Tensor) -> float:
+def _apart(second: Tensor, first: Tensor) -> float:
     """The norm of the difference, relative to the larger norm; nan equals nan, and infinity equals infinity."""
-    wide = torch.complex128 if now.is_complex() else torch.float64
-    now, then = now.to(wide), then.to(wide)
-    same = (now == then) | (now.isnan() & then.isnan())
-    apart = torch.where(same, 0, now - then).norm() / torch.maximum(_norm(now), _norm(then))
-    return 0.0 if bool(same.all()) else math.inf if bool(apart.isnan()) else float(apart)
+    wide = torch.complex128 if second.is_complex() else torch.float64
+    second, first = second.to(wide), first.to(wide)
+    same = (second == first) | (second.isnan() & first.isnan())
+    distance = torch.where(same, 0, second - first).norm() / torch.maximum(_norm(second), _norm(first))
+    return 0.0 if bool(same.all()) else math.inf if bool(distance.isnan()) else float(distance)
 
 
 def _norm(x: Tensor) -> Tensor:

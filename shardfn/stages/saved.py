@@ -53,10 +53,10 @@ class GatheredView:
         """The tensor, in what was gathered again."""
         call, decoded = self.call, self.decoded
         if decoded is not None:
-            whole = call.decode_again(decoded).view(-1).view(self.dtype)
-        elif (whole := call.flat.get(self.dtype)) is None:  # type: ignore[assignment]
-            whole = call.numbers(self.dtype)
-        x = whole.as_strided(self.shape, self.stride, self.offset)
+            full = call.decode_again(decoded).view(-1).view(self.dtype)
+        elif (full := call.flat.get(self.dtype)) is None:  # type: ignore[assignment]
+            full = call.numbers(self.dtype)
+        x = full.as_strided(self.shape, self.stride, self.offset)
         if self.noted is not None and self.noted[0] is recording.current():
             self.noted[0].values.keep(x, self.noted[1])
         return x
@@ -83,11 +83,11 @@ def hooks(call: Call, leave: Any) -> Any:
 
     def pack(x: Tensor) -> Any:
         if high and type(x) is kind and x.layout is strided:
-            if low <= (at := x.data_ptr()) < high and not ((x.dtype.is_complex and x.is_conj()) or x.is_neg()):
+            if low <= (address := x.data_ptr()) < high and not ((x.dtype.is_complex and x.is_conj()) or x.is_neg()):
                 call.saved = True
                 if not call.keeps:
-                    return GatheredView(call, None, x, at - low, recorder)
-            elif at == 0 and (place := call.place(x)) is not None:  # without elements
+                    return GatheredView(call, None, x, address - low, recorder)
+            elif address == 0 and (place := call.place(x)) is not None:  # without elements
                 return place
         elif (place := call.place(x)) is not None:
             return place

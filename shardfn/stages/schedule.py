@@ -77,10 +77,10 @@ class Schedule(Prefetch):
         signature: Signature,
         leaves: list[Any],
         shards: tuple[Tensor, ...],
-        at: list[int],
+        tensor_indices: list[int],
         make: Any = Call,
     ) -> Any:
-        """Calls a stage; `at` says which leaves are tensors, besides the shards, and `make` makes the call."""
+        """Calls a stage, as a call that `make` makes; `tensor_indices` are those of other tensors than shards."""
         if self.device.type != "cpu" and capturing() is None:
             late_checks().read()
         for layout in signature.layouts if independent_axes() else ():
@@ -89,7 +89,7 @@ class Schedule(Prefetch):
         self.meet(signature, plan)
         differentiates = torch.is_grad_enabled()
         trains = [differentiates and x.requires_grad for x in shards]
-        records = any(trains) or (differentiates and any(leaves[i].requires_grad for i in at))
+        records = any(trains) or (differentiates and any(leaves[i].requires_grad for i in tensor_indices))
         call: Call = make(self, signature, plan, shards, trains, step)
         call.key = key_of(plan, shards, call.versions)
         inside = autograd.inside_backward()  # by a function that runs again
@@ -102,12 +102,12 @@ class Schedule(Prefetch):
                 call.outer.nests = True
         hooked = autograd.saved_tensors_hooks_allowed()
         keeps = signature.keep in (True, "step") or not hooked
-        seen = not keeps or (signature.keep is True and hooked and call.notices and not signature.packed)
-        asks = self._asks_again(call, records) if seen else records and bool(plan.nbytes)
+        packs_places = not keeps or (signature.keep is True and hooked and call.notices and not signature.packed)
+        asks = self._asks_again(call, records) if packs_places else records and bool(plan.nbytes)
         call.keeps = keeps and (asks is not False or signature.keep == "step")
         call.again = False if call.keeps and asks else asks
         with named(signature.stage, inside):
-            return call.run(leaves, at, records)
+            return call.run(leaves, tensor_indices, records)
 
     def meet(self, signature: Signature, plan: GatherPlan) -> None:
         """Compares a stage with the other ranks', before its first call."""
@@ -202,21 +202,21 @@ class Schedule(Prefetch):
         """Ends the backward of calls that this one comes after, as of those without an entry there; outside of any
         context, as that ends theirs.
         """
-        around, outer, now = set(), call.outer, autograd.backward_pass()
+        around, outer, current_pass = set(), call.outer, autograd.backward_pass()
         while outer is not None:
             around.add(outer)
             outer = outer.outer
-        for other in [other for other in self.open if other.opened_in == now and other not in around]:
+        for other in [other for other in self.open if other.opened_in == current_pass and other not in around]:
             self.release(other)
 
     def _begin(self, call: Call) -> None:
         if call.tape is not None:
             call.tape.closed = True
-        now = autograd.backward_pass()
-        if now != -1 and now not in self.passes:  # what a pass has opened ends with it
-            self.passes.add(now)
-            autograd.at_end_of_pass(functools.partial(self._end_pass, now))
-        call.opened_in = now
+        current_pass = autograd.backward_pass()
+        if current_pass != -1 and current_pass not in self.passes:  # what a pass has opened ends with it
+            self.passes.add(current_pass)
+            autograd.at_end_of_pass(functools.partial(self._end_pass, current_pass))
+        call.opened_in = current_pass
         self.away.ahead(call.tape, call)
         if call not in self.open:
             self.open.append(call)
@@ -245,9 +245,9 @@ class Schedule(Prefetch):
             call.flat.clear()
             call.decoded.clear()
         if call.keeps and not call.done and call.tape is not None and call.key in call.tape.held:
-            held = call.tape.held[call.key]
-            held[1] -= 1
-            if held[1] == 0:
+            holders = call.tape.held[call.key]
+            holders[1] -= 1
+            if holders[1] == 0:
                 del call.tape.held[call.key]
             self.gathering.pool.trim(all=True)  # gradients take the place of parameters
         call.done = True

@@ -121,16 +121,18 @@ class Signature:
         self, leaves: Sequence[Any], views: Sequence[Sequence[Any]], decode: Callable[[Packed], Tensor] | None = None
     ) -> Any:
         """Calls the function with whole parameters in place of shards; `decode` decodes the quantized ones."""
-        outer, at = [], 0
+        outer, first_layout = [], 0
         for source in self.sources:
             if source[0] in self.shards:
                 n = len(source)
-                parameters = assemble(self.layouts[at : at + n], views[at : at + n])
+                parameters = assemble(
+                    self.layouts[first_layout : first_layout + n], views[first_layout : first_layout + n]
+                )
                 outer.append(decoded(parameters, decode or self.decode) if self.packed else parameters)
-                at += n
+                first_layout += n
             else:
-                x, whole = leaves[source[0]], self.wholes.get(source[0])
-                outer.append(x if whole is None else whole.having(x).decoded())
+                x, packed = leaves[source[0]], self.wholes.get(source[0])
+                outer.append(x if packed is None else packed.having(x).decoded())
         args, kwargs = optree.tree_unflatten(self.outer, outer)
         result = self.function(*args, **kwargs)
         if self.writable:
@@ -139,12 +141,12 @@ class Signature:
 
     def nodes(self, leaves: Sequence[Any]) -> list[Any]:
         """The arguments, with each stage's parameters as one."""
-        found: list[Any] = []
+        nodes: list[Any] = []
         layouts, shards = iter(self.layouts), set(self.shards)
-        for at in self.sources:
-            flats = {i: FlatShard(leaves[i], next(layouts)) for i in at} if at[0] in shards else {}
-            found.append(leaves[at[0]] if not flats else flats[at[0]] if len(flats) == 1 else flats)
-        return found
+        for indices in self.sources:
+            flats = {i: FlatShard(leaves[i], next(layouts)) for i in indices} if indices[0] in shards else {}
+            nodes.append(leaves[indices[0]] if not flats else flats[indices[0]] if len(flats) == 1 else flats)
+        return nodes
 
     def decode(self, packed: Packed) -> Tensor:
         """Decodes a quantized parameter, to the dtype that the stage asks for."""
@@ -182,22 +184,22 @@ def signature_of(name: str, function: Callable[..., Any], options: Options, args
         ValueError: shards of different meshes, or only some of a stage's buffers.
     """
     nodes, outer = optree.tree_flatten((args, kwargs), is_leaf=lambda x: is_packed(x) or is_stage(x))
-    wholes: dict[int, Packed] = {}
+    unsharded: dict[int, Packed] = {}
     sources: list[tuple[int, ...]] = []
     shards: list[int] = []
     layouts: list[Layout] = []
-    at = 0
+    index = 0
     for node in nodes:
         n = 1
         if is_stage(node):
             flats = stage_shards(node)
             n = len(flats)
-            shards += range(at, at + n)
+            shards += range(index, index + n)
             layouts += [flat.layout for flat in flats]
         elif is_packed(node):
-            wholes[at] = node.having(None)
-        sources.append(tuple(range(at, at + n)))
-        at += n
+            unsharded[index] = node.having(None)
+        sources.append(tuple(range(index, index + n)))
+        index += n
     for layout in layouts:
         if layout.grid != layouts[0].grid:
             raise ValueError(
@@ -213,7 +215,7 @@ def signature_of(name: str, function: Callable[..., Any], options: Options, args
     values = (args, tuple(kwargs.values()))
     containers = optree.tree_leaves(values, is_leaf=lambda x: is_stage(x) or isinstance(x, (list, dict, deque)))
     writable = any(isinstance(x, (list, dict, deque)) and not is_stage(x) for x in containers)
-    structure = outer, tuple(sources), tuple(shards), tuple(layouts), wholes
+    structure = outer, tuple(sources), tuple(shards), tuple(layouts), unsharded
     return Signature(name, function, options, *structure, writable=writable)
 
 

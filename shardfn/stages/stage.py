@@ -91,7 +91,8 @@ def stage(
             encodes its piece, and all ranks compute with the decoded numbers. Gradients ignore the rounding. Default:
             as `Placement.gather` says.
         reduce: quantized format in which their gradients are reduced: each is rounded when it is sent, by one
-            all-to-all for each axis, and sums are in float32. Default: as `Placement.reduce` says.
+            all-to-all for each axis, and sums are in float32. Transforms of torch.func send them unrounded. Default: as
+            `Placement.reduce` says.
         input_dtype: floating-point tensors among the other arguments are cast to it.
         output_dtype: floating-point results are cast to it.
 
@@ -316,11 +317,11 @@ def called_by(
     if schedules is None:
         return composed(signature, leaves, mesh)
     schedule = schedules(mesh)
-    shards, own = _checked(signature, leaves), set(signature.shards)
-    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in own]
-    for i in own:
+    shards, shard_indices = _checked(signature, leaves), set(signature.shards)
+    tensor_indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in shard_indices]
+    for i in shard_indices:
         leaves[i] = None
-    return schedule.call(signature, leaves, shards, at, make)
+    return schedule.call(signature, leaves, shards, tensor_indices, make)
 
 
 def _checked(signature: Signature, leaves: Sequence[Any]) -> tuple[Tensor, ...]:

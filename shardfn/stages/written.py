@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardfn.check.bits import bits, whole
+from shardfn.check.bits import bits, to_ints
 from shardfn.check.callsites import quietly
 from shardfn.compat import autograd, dispatch, functorch, modes
 from shardfn.debugging import debugging
@@ -89,13 +89,13 @@ def snapshot(
     return Snapshot(signature, layouts, parameters, functools.partial(compared.add, kind))
 
 
-def keeps_numbers(now: Any, before: Tensor) -> bool:
-    """Whether `now` has the numbers of `before`, converted to its own dtype; strides may differ."""
-    if now is before:
+def keeps_numbers(after: Any, before: Tensor) -> bool:
+    """Whether `after` has the numbers of `before`, converted to its own dtype; strides may differ."""
+    if after is before:
         return True
-    if not isinstance(now, Tensor) or now.shape != before.shape or now.device != before.device:
+    if not isinstance(after, Tensor) or after.shape != before.shape or after.device != before.device:
         return False
-    new, old = functorch.unwrapped(now.detach()), functorch.unwrapped(before.detach())
+    new, old = functorch.unwrapped(after.detach()), functorch.unwrapped(before.detach())
     if new.data_ptr() == old.data_ptr() and (new.dtype, new.stride()) == (old.dtype, old.stride()):
         return new.is_conj() is old.is_conj() and new.is_neg() is old.is_neg()
     if new.shape != old.shape or new.is_floating_point() is not old.is_floating_point():
@@ -112,13 +112,13 @@ def sums_of(tensors: Iterable[Tensor]) -> list[Any]:
 
 def first_written(tensors: Sequence[Tensor], before: Sequence[Any]) -> int | None:
     """Index of the first of these tensors whose bits have changed; None if none have."""
-    pairs = zip(whole(sums_of(tensors)), whole(before), strict=True)
-    return next((k for k, (now, then) in enumerate(pairs) if now != then), None)
+    pairs = zip(to_ints(sums_of(tensors)), to_ints(before), strict=True)
+    return next((k for k, (after, previous) in enumerate(pairs) if after != previous), None)
 
 
-def _assigned(signature: Signature, path: str, now: Tensor, before: Tensor) -> str:
+def _assigned(signature: Signature, path: str, after: Tensor, before: Tensor) -> str:
     """The message for another tensor in `.data`."""
-    was, is_now = (kind_of(x.dtype, x.shape) for x in (before, now))
+    was, is_now = (kind_of(x.dtype, x.shape) for x in (before, after))
     kinds = "other numbers" if was == is_now else f"{was} before, {is_now} now"
     return (
         f"{signature}: its function puts something else into .data of {path} ({kinds}). It would be lost after "

@@ -42,7 +42,7 @@ _active = threading.Lock()
 
 @contextlib.contextmanager
 def chaos(mesh: DeviceMesh, seed: int = 0, *, longest: float = 0.002) -> Iterator[Chaos]:
-    """Makes the stages on a mesh move parameters and gradients as late, and in as odd an order, as they may on NCCL.
+    """A context in which the stages on a mesh communicate as late and as unordered as on NCCL.
 
     It is for gloo processes, for one mesh at a time, and all ranks of the mesh must use it alike.
 
@@ -105,8 +105,8 @@ class Chaos:
         """Replaces `compat.process_groups.start_all_gather`."""
         line = self._line("gathers", group)
         pieces = whole.view(line.size, -1)
-        others = [piece for i, piece in enumerate(pieces.unbind()) if i != line.index]
-        return self._launch("all_gather", line, own, others, lambda rows: [rows[i] for i in line.others])
+        other_pieces = [piece for i, piece in enumerate(pieces.unbind()) if i != line.index]
+        return self._launch("all_gather", line, own, other_pieces, lambda rows: [rows[i] for i in line.others])
 
     def reduce_scatter(self, out: Tensor, flat: Tensor, group: Any) -> _PendingCollective:
         """Replaces `compat.process_groups.start_reduce_scatter`."""
@@ -140,11 +140,11 @@ class Chaos:
 
     def _line(self, kind: str, group: Any) -> _Communicator:
         ranks = tuple(dist.get_process_group_ranks(group))
-        for way in ("gathers", "reductions"):  # both at once: all ranks must make groups in the same order
-            if (way, ranks) not in self._lines:
-                own = group_over(list(ranks), f"chaos {way}")
-                self._lines[way, ranks] = _Communicator(
-                    f"{way} over ranks {list(ranks)}", own, self._named, self.longest
+        for traffic in ("gathers", "reductions"):  # both at once: all ranks must make groups in the same order
+            if (traffic, ranks) not in self._lines:
+                new_group = group_over(list(ranks), f"chaos {traffic}")
+                self._lines[traffic, ranks] = _Communicator(
+                    f"{traffic} over ranks {list(ranks)}", new_group, self._named, self.longest
                 )
         return self._lines[kind, ranks]
 
@@ -174,7 +174,7 @@ class Chaos:
 
 @dataclass(eq=False)
 class _PendingCollective:
-    """One collective under way, on memory that nothing else may write to."""
+    """One collective in flight, on memory that nothing else may write to."""
 
     owner: Chaos
     name: str
@@ -221,7 +221,7 @@ class _PendingCollective:
 
 
 class _Communicator:
-    """A communicator, which runs one message after another on a thread of its own."""
+    """A communicator, which runs one message after another on a separate thread."""
 
     def __init__(self, name: str, group: Any, seed: str, longest: float) -> None:
         self.name, self.group, self.longest, self.launched = name, group, longest, 0
@@ -236,7 +236,7 @@ class _Communicator:
         while (message := self.queue.get()) is not None:
             _pause(self.dice, self.longest)
             try:
-                self._meet(message)
+                self._check_same_launch(message)
                 message.rows = self._gathered(message.sent)
                 if not message.late:
                     message.land()
@@ -245,7 +245,7 @@ class _Communicator:
             message.ready.set()
             del message  # otherwise it is held until the next message
 
-    def _meet(self, message: _PendingCollective) -> None:
+    def _check_same_launch(self, message: _PendingCollective) -> None:
         """Raises RuntimeError unless all ranks launched the same collective."""
         described = f"{message.name} {message.read.dtype}".encode()
         digest = hashlib.blake2b(described, digest_size=8).digest()

@@ -82,7 +82,7 @@ def waiting(frames: Sequence[stacks.Frame], text: str) -> Failure:
     return Failure("waiting", "TimeoutError", place, text, TimeoutError(place))
 
 
-def raise_failures(outcomes: list[Outcome], ranks: tuple[int, ...], what: str, deadline: float) -> None:
+def raise_failures(outcomes: list[Outcome], ranks: tuple[int, ...], task: str, deadline: float) -> None:
     """Raises one error for all failures among `outcomes`, if there are any.
 
     Raises:
@@ -102,9 +102,9 @@ def raise_failures(outcomes: list[Outcome], ranks: tuple[int, ...], what: str, d
     groups: dict[tuple[str, str], list[int]] = {}
     for rank, failure in failures.items():
         groups.setdefault((str(failure), failure.traceback), []).append(rank)
-    lines = [f"{_ranks(culprits)} {phrases[worst]} {what}"]
-    lines += [f"  {_ranks(alike)}: {why}" for (why, _), alike in groups.items()]
-    lines += [f"--- {_ranks(alike)} ---\n{stack.rstrip()}" for (_, stack), alike in groups.items() if stack]
+    lines = [f"{_ranks(culprits)} {phrases[worst]} {task}"]
+    lines += [f"  {_ranks(members)}: {reason}" for (reason, _), members in groups.items()]
+    lines += [f"--- {_ranks(members)} ---\n{stack.rstrip()}" for (_, stack), members in groups.items() if stack]
     message = "\n".join(lines)
     raise WorldTimeout(message, failures) if worst == "waiting" else WorldError(message, failures)
 

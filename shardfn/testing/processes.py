@@ -118,8 +118,8 @@ def _receive(ranks: Sequence[_Rank], number: int) -> bytes:
     if channel in ready:
         with contextlib.suppress(EOFError, ConnectionError):
             return channel.recv_bytes()
-    why = "a rank died; its standard error says why" if ready else f"it took more than {_START_SECONDS:g} s"
-    raise RuntimeError(f"a world of {len(ranks)} processes could not start: {why}")
+    reason = "a rank died; its standard error says why" if ready else f"it took more than {_START_SECONDS:g} s"
+    raise RuntimeError(f"a world of {len(ranks)} processes could not start: {reason}")
 
 
 def _collect(ranks: Sequence[_Rank], deadline: float) -> tuple[list[Outcome], int]:

@@ -1,4 +1,4 @@
-"""Where a rank is: its threads' stacks, and the one line of them that matters."""
+"""The stacks of a rank's threads, and the line at which the user's function is."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def recorded(text: str) -> tuple[list[Frame], str]:
     main = next((s for s in sections if _thread(s) and first.endswith(_thread(s))), "")
     lines = filter(None, map(_FRAME.match, main.splitlines()))
     frames = _within_call(Frame(line[1], int(line[2]) if line[2].isdigit() else 0, line[3]) for line in lines)
-    others = [section for section in sections if section is not main]
-    return frames, "\n".join(filter(None, [_render(frames), *others]))
+    other_stacks = [section for section in sections if section is not main]
+    return frames, "\n".join(filter(None, [_render(frames), *other_stacks]))
 
 
 def live(thread: int) -> tuple[list[Frame], str]:
@@ -91,12 +91,12 @@ def _thread(section: str) -> str:
 
 def _within_call(frames: Iterable[Frame]) -> list[Frame]:
     """The frames inside the user's function, without those that lead to it."""
-    kept: list[Frame] = []
+    inner_frames: list[Frame] = []
     for frame in frames:
         if frame.file.startswith(_HERE) and frame.name == "perform":
             break
-        kept.append(frame)
-    return kept
+        inner_frames.append(frame)
+    return inner_frames
 
 
 def _render(frames: Sequence[Frame]) -> str:

@@ -47,9 +47,9 @@ def tensors(
     shape: tuple[int, ...] | SearchStrategy[tuple[int, ...]] | None = None,
     dtype: torch.dtype | SearchStrategy[torch.dtype] = torch.float32,
 ) -> torch.Tensor:
-    """Tensors of a shape and a dtype, or of drawn ones: normal floats, integers from -9 to 9 (0 to 9 if unsigned)."""
-    size = draw(_drawn(shapes() if shape is None else shape))
-    kind = draw(_drawn(dtype))
+    """Tensors of a given or drawn shape and dtype: normal floats, integers from -9 to 9 (unsigned from 0)."""
+    size = draw(_as_strategy(shapes() if shape is None else shape))
+    kind = draw(_as_strategy(dtype))
     return tensor_of(size, kind, seed=draw(st.integers(0, 2**16)))
 
 
@@ -118,7 +118,7 @@ def cut(entry: str | Sequence[str] | None, mesh: Mapping[str, int]) -> int:
     return math.prod(mesh[name] for name in names)
 
 
-def _drawn(value: Any) -> SearchStrategy[Any]:
+def _as_strategy(value: Any) -> SearchStrategy[Any]:
     return value if isinstance(value, SearchStrategy) else st.just(value)
 
 

@@ -70,16 +70,16 @@ def offload(to: Where = "host", above: int = 2**20) -> Offload:
         Rajbhandari et al. 2021, ZeRO-Infinity: activations that are needed again go to slower memory.
     """
     if to not in get_args(Where):
-        raise ValueError(f'offload: to={to!r}; it is "host" or "disk"')
+        raise ValueError(f'offload: to must be "host" or "disk", got {to!r}')
     if not isinstance(above, int) or isinstance(above, bool):
-        raise TypeError(f"offload: above={above!r}; it is a number of bytes")
+        raise TypeError(f"offload: above must be a number of bytes, got {above!r}")
     if above < 0:
-        raise ValueError(f"offload: above={above}; it is a number of bytes, 0 or more")
+        raise ValueError(f"offload: above must be a number of bytes, 0 or more, got {above}")
     return Offload(to, above)
 
 
 class CallOfStage(Protocol):
-    """What is asked of a call.
+    """The interface of a stage's call.
 
     Attributes:
         signature: the stage's name and options.
@@ -290,9 +290,9 @@ class Away:
         runs = tape.runs[: run.index] if tape is not None and run.signature.options.prefetch else []
         following = next((other for other in reversed(runs) if other.away and not other.done), None)
         self._next = list(following.away) if following else []
-        wanted = [*_alive(run.away), *_alive(self._next)]
-        self._forget(wanted)
-        for activation in wanted:
+        needed = [*_alive(run.away), *_alive(self._next)]
+        self._forget(needed)
+        for activation in needed:
             self._start(activation)
 
     def done(self) -> None:
@@ -303,17 +303,17 @@ class Away:
     def _forget(self, needed: Iterable[Activation]) -> None:
         """Releases everything that was brought back, or is coming back, except these activations."""
         ids = {id(activation) for activation in needed}
-        kept = []
+        retained = []
         for activation in _alive(self._brought):
             if id(activation) in ids:
-                kept.append(weakref.ref(activation))
+                retained.append(weakref.ref(activation))
                 continue
             if activation.arrived is not None:
                 self._now().wait_event(activation.arrived)  # the memory must not be reused before the copy ends
             if activation.place is not None and self.device.type == "cpu":
                 self._free(activation.place.nbytes)
             activation.coming = activation.back = activation.arrived = None
-        self._brought = kept
+        self._brought = retained
 
     def _start(self, activation: Activation) -> None:
         """Starts to bring a range back, unless it is on the device or on its way."""
@@ -323,7 +323,7 @@ class Away:
         if activation.host is None:
             assert activation.place is not None, "it is somewhere"
             activation.coming = reading(
-                activation.place, own=DirectBuffer(-(-activation.place.nbytes // ALIGNMENT) * ALIGNMENT)
+                activation.place, target=DirectBuffer(-(-activation.place.nbytes // ALIGNMENT) * ALIGNMENT)
             )
             return
         activation.back = torch.empty(activation.host.nbytes, dtype=torch.uint8, device=self.device)
@@ -399,8 +399,8 @@ def _stretch(x: Tensor) -> tuple[int, int] | None:
 class Offloading:
     """Decides what one run offloads. Called with a tensor that autograd saves; returns None for one that stays."""
 
-    def __init__(self, away: Away, asked: Offload, file: File | None, run: CallOfStage) -> None:
-        self.away, self.asked, self.file = away, asked, file
+    def __init__(self, offloaded: Away, options: Offload, file: File | None, run: CallOfStage) -> None:
+        self.away, self.asked, self.file = offloaded, options, file
         self.left = run.away
 
     def __call__(self, x: Tensor) -> View | None:
@@ -417,8 +417,8 @@ class Offloading:
         return plain and x.device == self.away.device and not x.is_neg() and tensors.place_of(x.detach()) is None
 
 
-def offloading(away: Away, mesh: DeviceMesh, run: CallOfStage) -> Offloading | None:
-    """What decides about a run's activations; None if the run offloads nothing.
+def offloading(offloaded: Away, mesh: DeviceMesh, run: CallOfStage) -> Offloading | None:
+    """Returns the policy for a run's activations; None if the run offloads nothing.
 
     Raises:
         ValueError: they would go to disk, but there is no folder.
@@ -426,13 +426,13 @@ def offloading(away: Away, mesh: DeviceMesh, run: CallOfStage) -> Offloading | N
     options, name = run.signature.options.remat, run.signature.name
     if not isinstance(options, Offload):
         return None
-    if not options.moves(away.device.type):
+    if not options.moves(offloaded.device.type):
         _warn_of_nothing(name)
         return None
     if options.to == "host":
-        return Offloading(away, options, None, run)
+        return Offloading(offloaded, options, None, run)
     try:
-        return Offloading(away, options, placing.file_of(mesh, "activations"), run)
+        return Offloading(offloaded, options, placing.file_of(mesh, "activations"), run)
     except ValueError as error:
         raise ValueError(
             f'{run.signature}: remat=offload(to="disk"), but nobody has said where: pass a '

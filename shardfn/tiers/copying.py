@@ -65,10 +65,10 @@ def copy_(into: Tensor, x: Tensor) -> None:
         settle(into)
         settle(x)
     elif x.numel():
-        at, flat = 0, into.detach().view(-1)
+        offset, flat = 0, into.detach().view(-1)
         for part in portions(x):
-            target = flat[at : at + len(part)]
-            at += len(part)
+            target = flat[offset : offset + len(part)]
+            offset += len(part)
             if place_of(target) is None:
                 target.copy_(part)
                 continue

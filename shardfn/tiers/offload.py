@@ -1,4 +1,4 @@
-"""What a step offloads: shards are read before they are needed, and gradients leave the device as they are computed."""
+"""The offloading of a step: shards are read ahead, and gradients leave the device once computed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class DiskPrefetch:
             self._reads[_key(x)] = x, x._version, started
 
     def take(self, x: Tensor) -> PendingRead | None:
-        """The read of a tensor, started now if it was not announced or has changed since; None if it is not on disk."""
+        """The read of a tensor on disk, started now if not announced or outdated; None if not on disk."""
         if place_of(x) is None:
             return None
         started = self._reads.get(_key(x))
@@ -108,7 +108,7 @@ BEHIND = 2  # gradients that may be under way to disk at a time
 
 
 class GradOffload:
-    """Moves the gradients of one mesh to their tier, and keeps track of those under way."""
+    """Moves the gradients of one mesh to their tier, and tracks those in flight."""
 
     def __init__(self, mesh: Callable[[], DeviceMesh]) -> None:
         self.mesh = mesh

@@ -33,7 +33,7 @@ def file_of(mesh: DeviceMesh, kind: str) -> File:
 
 
 def _folder(mesh: DeviceMesh, kind: str) -> str:
-    folders = (per_mesh(each, "scratch", str) for each in (mesh, *grid_of(mesh).meshes()))  # or of an equal mesh
+    folders = (per_mesh(m, "scratch", str) for m in (mesh, *grid_of(mesh).meshes()))  # or of an equal mesh
     folder: str = next(filter(None, folders), os.environ.get(SCRATCH) or (tempfile.gettempdir() if planned() else ""))
     if not folder:
         raise ValueError(
@@ -79,7 +79,7 @@ def put(x: Tensor, tier: str, kind: str, mesh: DeviceMesh) -> Tensor:
 
 
 def plain(x: object) -> bool:
-    """Whether a value is a tensor with values of its own, outside torch.func transforms and not on the meta device."""
+    """Whether a value is a tensor with values, outside torch.func transforms and not on the meta device."""
     return isinstance(x, Tensor) and x.device.type != "meta" and not functorch.inside_transform()
 
 

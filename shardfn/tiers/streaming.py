@@ -77,7 +77,7 @@ class _Passage:
             if coming is not None:
                 coming.wait()
             columns.append(x if coming is None else coming.values)
-        kept_on = [x.device for x, kept in zip(columns, window.kept, strict=True) if kept]
+        kept_on = [x.device for x, is_kept in zip(columns, window.kept, strict=True) if is_kept]
         device = next((device for device in kept_on if device.type != "cpu"), kept_on[0])  # an accelerator, if any
         if all(x.device == device for x in columns):
             window.change(columns)
@@ -85,12 +85,12 @@ class _Passage:
             window.change([x.to(device) for x in columns])
         else:
             copier = copy_streams(device)
-            moved = copier.bring(columns)
-            window.change(moved)
-            triples = zip(columns, moved, window.kept, strict=True)
-            self.out = copier.take_out([(x, new) for x, new, kept in triples if kept and new is not x])
-        for x, coming, kept in zip(window.columns, self.readings, window.kept, strict=True):
-            if coming is not None and kept:
+            on_device = copier.bring(columns)
+            window.change(on_device)
+            triples = zip(columns, on_device, window.kept, strict=True)
+            self.out = copier.take_out([(x, new) for x, new, is_kept in triples if is_kept and new is not x])
+        for x, coming, is_kept in zip(window.columns, self.readings, window.kept, strict=True):
+            if coming is not None and is_kept:
                 self.writings.append(writing(x, coming.values, after=self.out))
 
     def end(self) -> None:
@@ -118,8 +118,8 @@ def streams(tensors: Iterable[Tensor]) -> bool:
 
 def windows_of(start: int, stop: int) -> Iterator[tuple[int, int]]:
     """Splits a range into windows of `CHUNK` elements."""
-    for at in range(start, stop, CHUNK):
-        yield at, min(at + CHUNK, stop)
+    for first in range(start, stop, CHUNK):
+        yield first, min(first + CHUNK, stop)
 
 
 def add_(into: Tensor, more: Tensor) -> None:
@@ -144,6 +144,6 @@ def in_place(tensors: Iterable[Tensor], change: Callable[[list[Tensor]], object]
             kinds.setdefault((x.device, x.dtype), []).append(x)
         else:
             flats.append(x.view(-1))
-    for alike in kinds.values():
-        change(alike)
+    for group in kinds.values():
+        change(group)
     stream(Window([x[a:b]], [True], change) for x in flats for a, b in windows_of(0, len(x)))

@@ -78,7 +78,7 @@ class FileRange:
             os.posix_fadvise(self.file.plain, self.offset, self.nbytes, os.POSIX_FADV_DONTNEED)
 
     def release(self) -> None:
-        """Frees the memory of the mapping: of pages read at once, of pages written as soon as they are in the file."""
+        """Frees the memory of the mapping: of pages read at once, of pages written once they are in the file."""
         mapping.left(self.address, self.nbytes)
         os.posix_fadvise(self.file.plain, self.offset, self.nbytes, os.POSIX_FADV_DONTNEED)
 
@@ -87,8 +87,8 @@ class FileRange:
         if planned() or mapping.zeroed(self.file.plain, self.offset, self.nbytes):
             return
         zeros = memoryview(_ZEROS)
-        for at in range(0, self.nbytes, len(zeros)):
-            self.file.write(self.offset + at, zeros[: self.nbytes - at])
+        for offset in range(0, self.nbytes, len(zeros)):
+            self.file.write(self.offset + offset, zeros[: self.nbytes - offset])
 
 
 class File:
@@ -220,15 +220,15 @@ class File:
                 self._move(os.pwritev, descriptor, offset + start, source[start:stop], "writing")
 
     def _move(self, call: Any, descriptor: int, offset: int, memory: memoryview, verb: str) -> None:
-        cached, at = descriptor == _NONE, 0
-        while at < len(memory):
+        cached, position = descriptor == _NONE, 0
+        while position < len(memory):
             with self.failing(verb, len(memory)):
-                done = call(self.plain if descriptor == _NONE else descriptor, [memory[at:]], offset + at)
+                done = call(self.plain if descriptor == _NONE else descriptor, [memory[position:]], offset + position)
             if done == 0:
                 self._refuse_cut(verb, len(memory))
                 raise OSError(errno.EIO, f"{verb} {len(memory) / 1e6:.1f} MB of {self.kind} in {self.folder!r} stopped")
-            at += done
-            if at % ALIGNMENT:
+            position += done
+            if position % ALIGNMENT:
                 descriptor = _NONE  # the rest is not aligned for direct I/O
         if cached and self.direct == _NONE:
             if verb == "writing":
@@ -254,7 +254,7 @@ class File:
 
 
 class DiskExtent(NamedTuple):
-    """Where on disk a tensor's values are: bytes `start` to `stop` of a stretch whose first `end` are in use."""
+    """The location of a tensor's values on disk: bytes `start` to `stop` of a stretch with `end` in use."""
 
     stretch: FileRange
     start: int
@@ -295,7 +295,7 @@ def collect() -> None:
 
 
 def place_of(x: Tensor) -> DiskExtent | None:
-    """Where on disk a tensor is; None if it is in memory, not contiguous, or a lazily conjugated or negated view."""
+    """A tensor's location on disk; None if in memory, not contiguous, or lazily conjugated or negated."""
     used = None if x.is_conj() or x.is_neg() else _stretch_of(x)
     if used is None or not x.is_contiguous():
         return None

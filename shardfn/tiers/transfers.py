@@ -42,7 +42,7 @@ def patience() -> float:
     except ValueError:
         seconds = math.nan
     if not seconds > 0:
-        raise ValueError(f"SHARDFN_DISK_TIMEOUT={text!r}; it is a number of seconds, greater than 0")
+        raise ValueError(f"SHARDFN_DISK_TIMEOUT must be a number of seconds above 0, got {text!r}")
     return min(seconds, threading.TIMEOUT_MAX)
 
 
@@ -58,12 +58,12 @@ class DirectBuffer:
         # Pinned memory is rounded up to a power of two, so extra room would double it; and most of it begins at a page.
         pinned = devices.in_use() == "cuda"
         with torch.inference_mode(False):  # it outlives the caller's inference mode
-            whole = _empty(nbytes + (0 if pinned else ALIGNMENT), pinned)
-            if pinned and whole.data_ptr() % ALIGNMENT:
-                del whole
-                whole = _empty(nbytes + ALIGNMENT, pinned)
-            first = -whole.data_ptr() % ALIGNMENT
-            self.bytes = whole[first : first + nbytes]
+            memory = _empty(nbytes + (0 if pinned else ALIGNMENT), pinned)
+            if pinned and memory.data_ptr() % ALIGNMENT:
+                del memory
+                memory = _empty(nbytes + ALIGNMENT, pinned)
+            first = -memory.data_ptr() % ALIGNMENT
+            self.bytes = memory[first : first + nbytes]
         self.busy: Any = None
 
 
@@ -80,7 +80,7 @@ class Buffers:
         self.unlock()
 
     def unlock(self) -> None:
-        """Gives a forked process a lock of its own: it may inherit one that another thread holds, for ever."""
+        """Gives a forked process a new lock: the inherited one may be held by another thread forever."""
         self._lock = threading.Lock()
 
     def forget(self) -> None:
@@ -187,7 +187,7 @@ def _serve(tasks: queue.SimpleQueue[_TransferPart], as_here: Callable[[], None])
 
 
 def _when_done(parts: Sequence[Future[None]], act: Callable[[], None]) -> None:
-    """Calls `act` once none of the parts is under way: now, or on the thread that ends the last one."""
+    """Calls `act` once none of the parts is in flight: now, or on the thread that ends the last one."""
     for part in parts:
         if not part.done():
             part.add_done_callback(lambda _: _when_done(parts, act))
@@ -196,12 +196,12 @@ def _when_done(parts: Sequence[Future[None]], act: Callable[[], None]) -> None:
 
 
 class Transfer:
-    """Bytes under way; `wait` waits for them, or raises what went wrong."""
+    """Bytes in flight; `wait` waits for them, or raises their error."""
 
     __slots__ = ("buffer", "parts", "what")
 
-    def __init__(self, parts: list[Future[None]], buffer: DirectBuffer | None, what: str) -> None:
-        self.parts, self.buffer, self.what = parts, buffer, what
+    def __init__(self, parts: list[Future[None]], buffer: DirectBuffer | None, description: str) -> None:
+        self.parts, self.buffer, self.what = parts, buffer, description
 
     def wait(self) -> None:
         """Waits until they have arrived.
@@ -223,7 +223,7 @@ class Transfer:
                 raise RuntimeError(str(error.strerror or error)) from error
 
     def give_back(self, busy: Any = None) -> None:
-        """Returns the buffer, in use until the event `busy`; others get it once nothing is under way into it."""
+        """Returns the buffer, in use until the event `busy`; it is reused once no transfer into it is in flight."""
         buffer, self.buffer = self.buffer, None
         if buffer is not None:
             _when_done(self.parts, lambda: buffers.give_back(buffer, busy))
@@ -252,25 +252,25 @@ class PendingRead(Transfer):
         self.give_back()
 
 
-def reading(x: Tensor, room: int = 0, own: DirectBuffer | None = None) -> PendingRead | None:
-    """Starts to read a tensor into `own`, or a buffer of at least `room` bytes; None if it is in memory or empty."""
+def reading(x: Tensor, min_bytes: int = 0, target: DirectBuffer | None = None) -> PendingRead | None:
+    """Starts to read a tensor into `target`, or a buffer of at least `min_bytes`; None if in memory or empty."""
     place = place_of(x)
     if place is None or place.start == place.stop:
         return None
     file, first = place.stretch.file, place.start // ALIGNMENT * ALIGNMENT
     last = -(-place.stop // ALIGNMENT) * ALIGNMENT
-    buffer = buffers.take(max(last - first, room)) if own is None else None
-    memory = (own or buffer).bytes[: last - first]  # type: ignore[union-attr]
+    buffer = buffers.take(max(last - first, min_bytes)) if target is None else None
+    memory = (target or buffer).bytes[: last - first]  # type: ignore[union-attr]
     parts = _parts(file.read, place.stretch.offset + first, memory, x)
     coming = PendingRead(parts, buffer, f"reading {x.nbytes / 1e6:.1f} MB of {file.kind} in {file.folder!r}")
     coming.values = memory[place.start - first : place.stop - first].view(x.dtype).view(x.shape)
     return coming
 
 
-def writing(x: Tensor, source: Tensor, room: int = 0, after: Any = None) -> Transfer:
+def writing(x: Tensor, source: Tensor, min_bytes: int = 0, after: Any = None) -> Transfer:
     """Starts to write values in memory to a tensor on disk; they must not change until the write has ended.
 
-    If they have to go through a buffer, it has at least `room` bytes. `after` is an event of an accelerator after which
+    If they have to go through a buffer, it has at least `min_bytes`. `after` is an event of an accelerator after which
     the values are in memory.
 
     Raises:
@@ -287,14 +287,14 @@ def writing(x: Tensor, source: Tensor, room: int = 0, after: Any = None) -> Tran
     if (plain.data_ptr() - offset) % ALIGNMENT or behind < padding:
         if after is not None:
             after.synchronize()
-        buffer = buffers.take(max(len(plain) + 2 * ALIGNMENT, room))
+        buffer = buffers.take(max(len(plain) + 2 * ALIGNMENT, min_bytes))
         start = offset % ALIGNMENT
-        own = buffer.bytes[start : start + len(plain)].copy_(plain)
+        payload = buffer.bytes[start : start + len(plain)].copy_(plain)
     else:
-        own = plain
-    memory = own.as_strided((len(plain) + padding,), (1,))
-    what = f"writing {x.nbytes / 1e6:.1f} MB of {file.kind} in {file.folder!r}"
-    transfer = Transfer(_parts(file.write, offset, memory, (x, source), after), buffer, what)
+        payload = plain
+    memory = payload.as_strided((len(plain) + padding,), (1,))
+    description = f"writing {x.nbytes / 1e6:.1f} MB of {file.kind} in {file.folder!r}"
+    transfer = Transfer(_parts(file.write, offset, memory, (x, source), after), buffer, description)
     torch.autograd.graph.increment_version(x)
     return transfer
 
@@ -304,13 +304,13 @@ def _parts(move: Move, offset: int, memory: Tensor, keeps: Any = None, after: An
     if planned():  # there are no values
         return []
     bytes_ = memoryview(mapping.buffer_at(memory.data_ptr(), len(memory))).cast("B")
-    parts, at = [], 0
-    while at < len(memory):
-        stop = min(len(memory), at + AT_ONCE - (offset + at) % ALIGNMENT)
+    parts, position = [], 0
+    while position < len(memory):
+        stop = min(len(memory), position + AT_ONCE - (offset + position) % ALIGNMENT)
         future: Future[None] = Future()
-        _pool().put(_TransferPart(future, move, offset + at, bytes_[at:stop], (memory, keeps), after))
+        _pool().put(_TransferPart(future, move, offset + position, bytes_[position:stop], (memory, keeps), after))
         parts.append(future)
-        at = stop
+        position = stop
     return parts
 
 
@@ -318,7 +318,7 @@ def _parts(move: Move, offset: int, memory: Tensor, keeps: Any = None, after: An
 
 
 class PendingCopies:
-    """Copies under way to the accelerator; waiting for them holds up the accelerator's stream, not the host."""
+    """Copies in flight to the accelerator; waiting for them blocks the accelerator's stream, not the host."""
 
     def __init__(self, streams: CopyStreams) -> None:
         self._streams, self.event = streams, None
@@ -336,15 +336,15 @@ class CopyStreams:
         self._in, self._out = self.module.Stream(device=device), self.module.Stream(device=device)
 
     def bring(self, columns: Sequence[Tensor]) -> list[Tensor]:
-        """Copies tensors from pinned memory to the accelerator; those already there are returned as they are."""
+        """Copies tensors from pinned memory to the accelerator; those already there are returned unchanged."""
         current = self.module.current_stream(self.device)
         with self.module.stream(self._in):
-            moved = [x if x.device == self.device else x.to(self.device, non_blocking=True) for x in columns]
+            on_device = [x if x.device == self.device else x.to(self.device, non_blocking=True) for x in columns]
         current.wait_stream(self._in)
-        for x, own in zip(moved, columns, strict=True):
-            if x is not own:
+        for x, original in zip(on_device, columns, strict=True):
+            if x is not original:
                 x.record_stream(current)  # the allocator must not reuse its memory while `current` reads it
-        return moved
+        return on_device
 
     @contextlib.contextmanager
     def bringing(self) -> Iterator[PendingCopies]:

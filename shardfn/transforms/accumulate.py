@@ -15,6 +15,7 @@ from torch import Tensor
 from shardfn.check import recording
 from shardfn.collectives.capturing import capturing
 from shardfn.compat import functorch
+from shardfn.quoting import short_errors
 from shardfn.tiers.streaming import in_place
 from shardfn.transforms.autodiff import (
     Variables,
@@ -49,6 +50,7 @@ class Accumulation:
         return self._run(params)
 
 
+@short_errors
 def accumulate(
     f: Callable[..., Any],
     microbatches: Iterable[Any],
@@ -190,10 +192,10 @@ def _total_and_count(result: Any, has_aux: bool, name: str) -> tuple[Tensor, Any
 
 def _summed(counts: Sequence[Any], name: str) -> Any:
     """The sum of the counts of all micro-batches; None if there are none."""
-    given = [count for count in counts if count is not None]
-    if given and len(given) < len(counts):
+    present = [count for count in counts if count is not None]
+    if present and len(present) < len(counts):
         raise ValueError(f"accumulate: {name} must return (total, count) for every micro-batch or for none")
-    return sum(given[1:], given[0]) if given else None
+    return sum(present[1:], present[0]) if present else None
 
 
 def _divide(count: Any, xs: list[Tensor]) -> None:

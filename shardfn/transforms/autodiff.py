@@ -19,6 +19,7 @@ from shardfn.check import recording
 from shardfn.collectives import functional
 from shardfn.compat import autograd, dynamo, functorch
 from shardfn.mesh.scope import current_axes, scope_of
+from shardfn.quoting import short_errors
 from shardfn.shards.layout import FlatShard, Layout, is_flat, local_parameters
 from shardfn.shards.partition import with_leaves
 from shardfn.shards.parts import PARTS, note_gradients
@@ -61,6 +62,7 @@ def differentiating(
     """`value_and_grad`; with `unread`, the gradient's tangents are right alone, and it may be anything itself."""
     called = module_told("value_and_grad", f)
 
+    @short_errors
     @functools.wraps(f)
     def differentiated(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if torch.compiler.is_compiling():
@@ -106,6 +108,7 @@ def grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bo
     """
     both = value_and_grad(f, argnums, has_aux=has_aux)
 
+    @short_errors
     @functools.wraps(f)
     def differentiated(*args: Any, **kwargs: Any) -> Any:
         value, gradient = both(*args, **kwargs)
@@ -174,11 +177,11 @@ def _by_autograd(
         with Step(variables, unread=unread) as step:
             with refusing_writes():
                 value, aux = loss(*variables)
-            others = bool(recording_outside or step.schedules) and reaches_others((value, aux), variables)
+            reaches_outside = bool(recording_outside or step.schedules) and reaches_others((value, aux), variables)
             connected = any(leaf.requires_grad for leaf in leaves)
             # Stages communicate otherwise where a graph is made: ranks must not decide that by references.
-            held = connected or (others and autograd.held_leaves(tensors_of((value, aux)), variables))
-            keep = recording_outside and (held or (others and bool(step.schedules)))
+            is_held = connected or (reaches_outside and autograd.held_leaves(tensors_of((value, aux)), variables))
+            keep = recording_outside and (is_held or (reaches_outside and bool(step.schedules)))
             if keep and step.pushed:
                 raise OutsideGradient
             by_autograd: list[Tensor | None] = [None] * len(variables)
@@ -194,19 +197,19 @@ def _by_autograd(
     if keep:
         for variable in variables:
             variable._shardfn_differentiated = True  # type: ignore[attr-defined]
-    if step.pushed or (keep and not held):
+    if step.pushed or (keep and not is_held):
         gradients = [detached(g) for g in gradients]
     if PARTS:
         note_gradients(leaves, variables, gradients)
-    return (value, aux, gradients) if keep and held else (detached(value), optree.tree_map(detached, aux), gradients)
+    return (value, aux, gradients) if keep and is_held else (detached(value), optree.tree_map(detached, aux), gradients)
 
 
 def follow_parts(recorder: recording.TraceRecorder, flat: Tensor, layout: Layout) -> None:
     """Tells a checked call what is where in a flat shard, or in its gradient."""
     number = {entry.path: k for k, entry in enumerate(layout.entries)}
-    held = local_parameters(FlatShard(flat, layout))
+    parts = local_parameters(FlatShard(flat, layout))
     recorder.values.stretches(
-        flat, [(x, recorder.trace.mask(layout.cut_axes(number[path]))) for path, x in held.items()]
+        flat, [(x, recorder.trace.mask(layout.cut_axes(number[path]))) for path, x in parts.items()]
     )
 
 
@@ -246,8 +249,8 @@ def _divided(gradient: Tensor, layout: Layout | None) -> Tensor:
     """This rank's part of a gradient, where it is cut further than its parameter."""
     if layout is None or not _divides(layout):
         return gradient
-    here = current_axes() is not None
-    with contextlib.nullcontext() if here else scope_of(layout.grid, f"the gradient of {layout.stage!r}"):
+    has_axes = current_axes() is not None
+    with contextlib.nullcontext() if has_axes else scope_of(layout.grid, f"the gradient of {layout.stage!r}"):
         return functional.local_slice(gradient, _divides(layout))
 
 
@@ -311,8 +314,8 @@ def reaches_others(results: Any, variables: Sequence[Tensor]) -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    own = {id(variable) for variable in variables}
-    leaves = [leaf for leaf in autograd.leaves_of(tensors_of(results)) if id(leaf) not in own]
+    variable_ids = {id(variable) for variable in variables}
+    leaves = [leaf for leaf in autograd.leaves_of(tensors_of(results)) if id(leaf) not in variable_ids]
     return any(not hasattr(leaf, "_shardfn_differentiated") for leaf in leaves)
 
 
@@ -325,14 +328,14 @@ def unshared(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
     """Each gradient in memory of its own: autograd may return the same tensor twice, or one number for all elements."""
     if torch.compiler.is_compiling():  # memory is not known yet; the compiler removes copies that are not needed
         return [gradient.clone(memory_format=torch.contiguous_format) for gradient in gradients]
-    seen: set[int] = set()
+    storages: set[int] = set()
     unshared = []
     for gradient in gradients:
         if not gradient.is_contiguous() and 0 in gradient.stride():
             gradient = gradient.contiguous()
-        elif autograd.storage_of(gradient) in seen:
+        elif autograd.storage_of(gradient) in storages:
             gradient = gradient.clone()
-        seen.add(autograd.storage_of(gradient))
+        storages.add(autograd.storage_of(gradient))
         unshared.append(gradient)
     return unshared
 

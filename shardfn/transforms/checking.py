@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn import callers
-from shardfn.check.bits import bits, constant, whole
+from shardfn.check.bits import bits, constant, to_ints
 from shardfn.check.callsites import paused
 from shardfn.check.case import Argument, Case, Compared
-from shardfn.check.findings import LAST, PROBABLY, Finding, VaryingError, VaryingWarning, said
+from shardfn.check.findings import LAST, PROBABLY, Finding, VaryingError, VaryingWarning, findings_message
 from shardfn.check.hints import hints
 from shardfn.check.inputs import draws_met
 from shardfn.check.judging import judged, used
@@ -148,22 +148,22 @@ class CheckedCall:
     def _flat(self, path: str, flat: FlatShard) -> None:
         """Records a flat shard; each of its parameters declares the axes along which it is the same."""
         layout, trace = flat.layout, self.recorder.trace
-        whole = self.recorder.input(flat.values, path, trace.mask(flat_axes(layout)))
-        trace.flat[whole] = trace.mask(layout.placement.axes)
-        if trace.nodes[whole].axes == trace.everywhere and all(
+        flat_node = self.recorder.input(flat.values, path, trace.mask(flat_axes(layout)))
+        trace.flat[flat_node] = trace.mask(layout.placement.axes)
+        if trace.nodes[flat_node].axes == trace.everywhere and all(
             trace.mask(layout.cut_axes(k)) == trace.everywhere for k in range(len(layout.entries))
         ):
             return
         values = functorch.unwrapped(flat.values)
         if values.shape != (layout.piece,):  # a batch of shards, whose parameters cannot be told apart
             return
-        held = local_parameters(FlatShard(values, layout))
+        parts = local_parameters(FlatShard(values, layout))
         follow_parts(self.recorder, values, layout)
         for number, entry in enumerate(layout.entries):
             cut = trace.mask(layout.cut_axes(number))
-            node = self.recorder.part_of(whole, cut)
+            node = self.recorder.part_of(flat_node, cut)
             self.arguments.append(Argument(f"{path}, {entry.path}", node, cut, False, False, str(layout)))
-            self.shown.append(bits(held[entry.path]) if entry.path in held else 0)
+            self.shown.append(bits(parts[entry.path]) if entry.path in parts else 0)
             self.constants.append(None)
 
     # --- what comes out ---
@@ -194,10 +194,10 @@ class CheckedCall:
             findings = [f for f in findings if not f.unseen]  # another rank has a longer record, with the cause
         ordered = tuple(sorted(findings, key=lambda f: f.kind in LAST))
         if any(f.kind not in PROBABLY for f in ordered):
-            raise VaryingError(said(self.name, ordered, False), ordered)
+            raise VaryingError(findings_message(self.name, ordered, False), ordered)
         if ordered:
             file, line, names = callers.warned(self.function)
-            warning = VaryingWarning(said(self.name, ordered, True), ordered)
+            warning = VaryingWarning(findings_message(self.name, ordered, True), ordered)
             registry = names.setdefault("__warningregistry__", {})
             warnings.warn_explicit(warning, VaryingWarning, file, line, names.get("__name__"), registry)
         if self.ranks.everybody.index == 0:
@@ -224,8 +224,8 @@ class CheckedCall:
         for leaf in leaves:
             x: Any = leaf.value.values if is_unit(leaf.value) else leaf.value
             if isinstance(x, (int, float, complex)) and isinstance(leaf.spec, P):
-                at = self.recorder.number(x, leaf.path)
-                trace.events.append(Output(leaf.path, at, trace.mask(leaf.spec.axes)))
+                node = self.recorder.number(x, leaf.path)
+                trace.events.append(Output(leaf.path, node, trace.mask(leaf.spec.axes)))
                 results.append((leaf.path, torch.as_tensor(x, device="cpu"), trace.mask(leaf.spec.axes)))
             if not isinstance(x, Tensor):
                 continue
@@ -262,22 +262,22 @@ class CheckedCall:
         """Compares the bits of all recorded values between ranks."""
         ranks, values = self.ranks, self.recorder.values
         evidence, counts, watched = map(numbers, (values.evidence, values.counts, values.watched))
-        constants = whole([0 if c is None else c for c in self.constants])
-        shown = whole([*self.shown, *(bits(x) for _, x, _ in results)])
+        constants = to_ints([0 if c is None else c for c in self.constants])
+        shown = to_ints([*self.shown, *(bits(x) for _, x, _ in results)])
         # Arguments and results may be different trees on each rank; only if they are not, ranks compare by position.
         paths = keys([*(a.path for a in self.arguments), *(path for path, _, _ in results)])
         trace = self.recorder.trace
         meant = hash((*paths, *(allowed for *_, allowed in results)))
         digests = [*map(digest, (evidence, counts, watched)), len(shown), meant, trace.prefix]
         rows = ranks.gathered(torch.tensor(digests, device="cpu"))
-        apart, trace.prefix = ranks.along(rows), bool(rows[:, -1].any())
+        differing, trace.prefix = ranks.along(rows), bool(rows[:, -1].any())
         # Records that break off end at different places, so what is absent from one says nothing.
         spread = functools.partial(ranks.spread, absent=not trace.prefix)
-        nodes = spread(evidence) if apart[0] else {}
-        uneven = spread(counts) if apart[1] else {}
-        seen = dict.fromkeys([node for _, node, _ in watched], 0) | (spread(watched) if apart[2] else {})
+        nodes = spread(evidence) if differing[0] else {}
+        uneven = spread(counts) if differing[1] else {}
+        watched_nodes = dict.fromkeys([node for _, node, _ in watched], 0) | (spread(watched) if differing[2] else {})
         first = len(self.arguments)
-        if apart[3] or apart[4]:
+        if differing[3] or differing[4]:
             differs = ranks.spread(list(zip(paths, range(len(paths)), shown, strict=True)), absent=False)
         else:
             masks = ranks.along(ranks.gathered(torch.tensor(shown, dtype=torch.int64, device="cpu"))) if shown else []
@@ -288,7 +288,7 @@ class CheckedCall:
             nodes[argument.node] = nodes.get(argument.node, 0) | differs.get(k, 0)
         outputs = {path: differs[k] for k, (path, _, _) in enumerate(results, first) if differs.get(k)}
         arguments = [dataclasses.replace(a, constant=bool(c)) for a, c in zip(self.arguments, constants, strict=True)]
-        return Compared(nodes, uneven, seen, outputs, arguments)
+        return Compared(nodes, uneven, watched_nodes, outputs, arguments)
 
 
 def claim(

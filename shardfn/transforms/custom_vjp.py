@@ -137,9 +137,9 @@ class _Forward(Function):
                 return (None, *run.composed(inputs, cts, needs))
             if not torch.is_grad_enabled():
                 return (None, *run.backward(saved, cts, needs))
-            given = [ct is not None for ct in cts]
+            is_present = [ct is not None for ct in cts]
             present = [ct for ct in cts if ct is not None]
-            gradients = iter(functorch.applied(_Backward, run, needs, given, *present, *saved))
+            gradients = iter(functorch.applied(_Backward, run, needs, is_present, *present, *saved))
             return (None, *(next(gradients) if need else None for need in needs))
 
 
@@ -159,8 +159,8 @@ class _Backward(Function):
     """Autograd's function `(run, needs, given, *cotangents, *inputs, *made) -> gradients` of inputs that need one."""
 
     @staticmethod
-    def forward(run: _VjpCall, needs: Sequence[bool], given: list[bool], *tensors: Tensor) -> Tensors:
-        cts, saved = _separated(given, tensors)
+    def forward(run: _VjpCall, needs: Sequence[bool], is_present: list[bool], *tensors: Tensor) -> Tensors:
+        cts, saved = _separated(is_present, tensors)
         gs = run.backward(saved, cts, needs)
         return own(
             [torch.zeros_like(x) if g is None else g for g, x, need in zip(gs, saved, needs, strict=False) if need],
@@ -199,7 +199,7 @@ def own(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensors:
     return tuple([g.view_as(g) if id(g) in ids else g for g in outputs])
 
 
-def _separated(given: Sequence[bool], tensors: Sequence[Tensor]) -> tuple[list[Tensor | None], list[Tensor]]:
+def _separated(is_present: Sequence[bool], tensors: Sequence[Tensor]) -> tuple[list[Tensor | None], list[Tensor]]:
     """Splits tensors into cotangents, None where `given` is False, and the tensors after them."""
     rest: Iterator[Tensor] = iter(tensors)
-    return [next(rest) if yes else None for yes in given], list(rest)
+    return [next(rest) if present else None for present in is_present], list(rest)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardfn.check.bits import digest_of, pieces, whole
+from shardfn.check.bits import digest_of, pieces, to_ints
 from shardfn.check.findings import Finding
 from shardfn.check.trace import Mask
 from shardfn.check.values import Evidence, like_of
@@ -70,8 +70,8 @@ class Exchange:
             high, low = kernels.all_reduce(wide, "max", group), kernels.all_reduce(wide, "min", group)
             local = torch.stack([torch.maximum(high.abs(), low.abs()).amax(), (high - low).amax()])
             maxima = torch.maximum(maxima, local.to(maxima))
-        apart = ~(maxima[1] <= maxima[0] * torch.finfo(x.dtype).eps ** 0.5)  # negated, so that nan counts as apart
-        return bool(self.gathered(apart.long()[None]).any())
+        differs = ~(maxima[1] <= maxima[0] * torch.finfo(x.dtype).eps ** 0.5)  # negated, so that nan counts as apart
+        return bool(self.gathered(differs.long()[None]).any())
 
     @functools.cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -91,25 +91,25 @@ class Exchange:
         masks = [0] * rows.shape[1]
         for k, name in enumerate(self.axes):
             dim = list(sizes(self.mesh)).index(name)
-            apart = (grid.amax(dim) != grid.amin(dim)).reshape(-1, rows.shape[1]).any(0).tolist()
-            masks = [mask | bit << k for mask, bit in zip(masks, map(int, apart), strict=True)]
+            differs = (grid.amax(dim) != grid.amin(dim)).reshape(-1, rows.shape[1]).any(0).tolist()
+            masks = [mask | bit << k for mask, bit in zip(masks, map(int, differs), strict=True)]
         return masks
 
-    def spread(self, own: list[tuple[int, int, int]], absent: bool = True) -> dict[int, Mask]:
+    def spread(self, local_rows: list[tuple[int, int, int]], absent: bool = True) -> dict[int, Mask]:
         """By node, the axes along which other ranks have another number under its key, or with `absent` none."""
-        longest = int(self.gathered(torch.tensor([len(own)], device="cpu")).max())
+        longest = int(self.gathered(torch.tensor([len(local_rows)], device="cpu")).max())
         table = torch.zeros(longest, 3, dtype=torch.int64, device="cpu")
-        if own:
-            table[: len(own)] = torch.tensor([(key, seen, 1) for key, _, seen in own], device="cpu")
+        if local_rows:
+            table[: len(local_rows)] = torch.tensor([(key, number, 1) for key, _, number in local_rows], device="cpu")
         rows = self.gathered(table)
-        by_rank = [{key: seen for key, seen, there in rank if there} for rank in rows.tolist()]
+        by_rank = [{key: number for key, number, is_filled in rank if is_filled} for rank in rows.tolist()]
         shape = tuple(sizes(self.mesh).values())
         places, own_index = torch.arange(len(by_rank), device="cpu").view(shape), self.everybody.index
         masks: dict[int, Mask] = {}
         for k, name in enumerate(self.axes):
             lines = places.movedim(list(sizes(self.mesh)).index(name), -1).reshape(-1, sizes(self.mesh)[name]).tolist()
             line = next(line for line in lines if own_index in line)
-            for key, node, _ in own:
+            for key, node, _ in local_rows:
                 if len({by_rank[r].get(key) for r in line if absent or key in by_rank[r]}) > 1:
                     masks[node] = masks.get(node, 0) | 1 << k
         return masks
@@ -121,12 +121,12 @@ class Exchange:
             RuntimeError: on all ranks, if one of them failed to find out; names that rank.
         """
         failed: Exception | None = None
-        own: list[Any] = []
+        local_findings: list[Any] = []
         try:
-            own = [dataclasses.astuple(f) for f in find()]
+            local_findings = [dataclasses.astuple(f) for f in find()]
         except Exception as error:  # sent to the other ranks, which wait for this one's message
             failed = error
-        message = own if failed is None else f"{type(failed).__name__}: {failed}"[:_LONGEST]
+        message = local_findings if failed is None else f"{type(failed).__name__}: {failed}"[:_LONGEST]
         text = json.dumps(message).encode()
         count, longest = self.gathered(torch.tensor([len(message), len(text)], device="cpu")).amax(0).tolist()
         if not count:
@@ -144,8 +144,8 @@ class Exchange:
 
 def numbers(evidence: list[Evidence]) -> list[tuple[int, int, int]]:
     """Key, node and number of each; numbers on devices are waited for together."""
-    seen = whole([e.seen for e in evidence])
-    return [(e.key, e.node, n) for e, n in zip(evidence, seen, strict=True)]
+    values = to_ints([e.seen for e in evidence])
+    return [(e.key, e.node, n) for e, n in zip(evidence, values, strict=True)]
 
 
 def keys(paths: Iterable[str]) -> list[int]:
@@ -156,4 +156,4 @@ def keys(paths: Iterable[str]) -> list[int]:
 def digest(evidence: list[tuple[int, int, int]]) -> int:
     """One hash for all, whatever their order."""
     # A sum: branches may do the same in a different order.
-    return sum(digest_of(f"{key},{seen}".encode()) for key, _, seen in evidence) % 2**62
+    return sum(digest_of(f"{key},{number}".encode()) for key, _, number in evidence) % 2**62

@@ -259,16 +259,16 @@ def _run(
     return (value,)
 
 
-def _refuse_changed(fared: dict[int, Fared], who: str, name: str, parts: str) -> str:
+def _refuse_changed(fared: dict[int, Fared], description: str, name: str, parts: str) -> str:
     """Returns `who`; raises RuntimeError if a rank cannot run again because its parameters or batch have changed."""
     changed = [str(rank) for rank, f in fared.items() if f.changed]
     if changed:
         raise RuntimeError(
-            f"accumulate: {name} ran out of memory in {parts} ({who}), and cannot run again in smaller ones: on rank "
-            f"{listed(changed)} it has written into its parameters or its batch. Write it without in-place "
+            f"accumulate: {name} ran out of memory in {parts} ({description}), and cannot run again in smaller ones: "
+            f"on rank {listed(changed)} it has written into its parameters or its batch. Write it without in-place "
             f"operations on those"
         )
-    return who
+    return description
 
 
 # --- who tries together ---

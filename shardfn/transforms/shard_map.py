@@ -24,7 +24,7 @@ from shardfn.mesh.lanes import lane
 from shardfn.mesh.planned import planned
 from shardfn.mesh.scope import current_mesh, scope
 from shardfn.mesh.spec import Leaf, P, check, check_own, is_dtensor, local_shape, match, places_itself
-from shardfn.quoting import listed
+from shardfn.quoting import listed, short_errors
 from shardfn.shards.parts import Parts, note_again, note_parts
 from shardfn.shards.replicated import checksum
 from shardfn.transforms.autodiff import name_of
@@ -113,17 +113,18 @@ def shard_map(
         )
     function = f
     when = asked() or ("first" if check else "off")
-    seen: set[Any] = set()
+    signatures: set[Any] = set()
     parts: Known = {}
     axes = None if mesh is None else known_axes(mesh)
 
+    @short_errors
     @functools.wraps(function)
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        on = current_mesh() if mesh is None else mesh
-        if on is None:
+        current = current_mesh() if mesh is None else mesh
+        if current is None:
             raise NameError("shard_map: no mesh: pass mesh=shardfn.make_mesh(...)")
         graph = torch.compiler.is_compiling()  # a graph can only hold the axes of the thread that made the function
-        with scope(on, axes if graph or (axes is not None and axes.lane == lane()) else known_axes(on)):
+        with scope(current, axes if graph or (axes is not None and axes.lane == lane()) else known_axes(current)):
             if graph:
                 trace_dicts()
                 with one_graph():
@@ -131,17 +132,17 @@ def shard_map(
                         refuse_in_graph(_GLOBAL)
                     return function(*args, **kwargs)  # without checks: they are Python, which a graph cannot hold
             inside = recording.outer()
-            look = when == "always" or inside is not None
-            entered = _enter(function, args, kwargs, in_specs, on, inputs, seen, look, when, parts)
+            validates = when == "always" or inside is not None
+            entered = _enter(function, args, kwargs, in_specs, current, inputs, signatures, validates, when, parts)
             if inside is not None:
-                claim(inside, f"shard_map({name_of(function)})", "in_specs", entered.leaves, entered.pieces, on)
-            elif when != "off" and entered.new and on.size() > 1 and not traced() and not planned():
-                return _check(function, entered, out_specs, on, seen, _differentiated((args, kwargs)), parts)
+                claim(inside, f"shard_map({name_of(function)})", "in_specs", entered.leaves, entered.pieces, current)
+            elif when != "off" and entered.new and current.size() > 1 and not traced() and not planned():
+                return _check(function, entered, out_specs, current, signatures, _differentiated((args, kwargs)), parts)
             result = function(*entered.args, **entered.kwargs)
-            leaves = _leave(function, result, out_specs, on, seen, inside is not None, parts)
+            leaves = _leave(function, result, out_specs, current, signatures, inside is not None, parts)
             if inside is not None:
                 values = [leaf.value for leaf in leaves]
-                claim(inside, f"shard_map({name_of(function)})", "out_specs", leaves, values, on)
+                claim(inside, f"shard_map({name_of(function)})", "out_specs", leaves, values, current)
             return result
 
     return mapped
@@ -178,14 +179,14 @@ class _Entered(NamedTuple):
 
 
 def _check(
-    f: Function, entered: _Entered, out_specs: Any, mesh: DeviceMesh, seen: set[Any], outer: bool, parts: Known
+    f: Function, entered: _Entered, out_specs: Any, mesh: DeviceMesh, signatures: set[Any], outer: bool, parts: Known
 ) -> Any:
     """Runs a call that is recorded, and judges it afterwards."""
     checked = CheckedCall(f, mesh, outer)
     with checked.recorder:
         checked.take(entered.leaves, entered.pieces)
         result = f(*entered.args, **entered.kwargs)
-        checked.finish(_leave(f, result, out_specs, mesh, seen, True, parts))
+        checked.finish(_leave(f, result, out_specs, mesh, signatures, True, parts))
     return result
 
 
@@ -196,29 +197,29 @@ def _enter(
     in_specs: Any,
     mesh: DeviceMesh,
     inputs: str,
-    seen: set[Any],
-    look: bool,
+    signatures: set[Any],
+    validates: bool,
     when: str,
     parts: Known,
 ) -> _Entered:
     """The arguments as the function gets them; validated if their signature is new, or `look` is set."""
     leaves, signature = _signature("in", (args, kwargs), mesh)
-    new = signature not in seen
-    if not new and not look and inputs == "local" and not any(map(is_dtensor, leaves)):
+    new = signature not in signatures
+    if not new and not validates and inputs == "local" and not any(map(is_dtensor, leaves)):
         note_again(parts.get(signature), leaves)
         return _Entered(args, kwargs, False, [], [])
     name = f"shard_map({name_of(f)})"
     compared = [f"the check {when!r}"]  # all ranks must check, as they meet at its end
-    alone = signature in seen or inside_transform()
+    alone = signature in signatures or inside_transform()
     # At a first call other ranks, whose arguments may be right, wait for this rank: they must hear of its error.
-    with failing_together([] if seen or alone else [mesh], name, (ValueError, TypeError)):
+    with failing_together([] if signatures or alone else [mesh], name, (ValueError, TypeError)):
         values = [*args, *kwargs.values()]
         named = list(zip(values, _arguments(f, args, kwargs, in_specs, name), strict=True))
-        whole = inputs == "global" and not alone
+        compares_values = inputs == "global" and not alone
         matched = [match(specs, value, f"{name} in_specs for {label}", label) for value, (label, specs) in named]
         pieces = [[_localized(leaf, mesh, inputs, name) for leaf in members] for members in matched]
         for members, locals_ in zip(matched, pieces, strict=True):
-            compared += [_compared(leaf, piece, whole) for leaf, piece in zip(members, locals_, strict=True)]
+            compared += [_compared(leaf, piece, compares_values) for leaf, piece in zip(members, locals_, strict=True)]
         local = [
             optree.tree_unflatten(optree.tree_structure(value, is_leaf=places_itself), locals_)
             for value, locals_ in zip(values, pieces, strict=True)
@@ -229,32 +230,32 @@ def _enter(
     number = known_axes(mesh).number
     agreed = (number, *compared)
     # Only shapes under `...` are new, perhaps on this rank alone: no agreement, which other ranks would not join.
-    if not alone and agreed in seen:
+    if not alone and agreed in signatures:
         new = False
     elif not alone:
         # Other ranks may be threads, which add to it meanwhile.
-        before = (line for kind, *lines in tuple(seen) if kind == number for line in lines)
-        agree(compared, mesh, name, subject=_WHOLE if whole else ARGUMENTS, before=before)
-        seen.add(agreed)
-    seen.add(signature)
+        before = (line for kind, *lines in tuple(signatures) if kind == number for line in lines)
+        agree(compared, mesh, name, subject=_WHOLE if compares_values else ARGUMENTS, before=before)
+        signatures.add(agreed)
+    signatures.add(signature)
     positional, by_name = tuple(local[: len(args)]), dict(zip(kwargs, local[len(args) :], strict=True))
-    return _Entered(positional, by_name, new or look, flat, values_inside)
+    return _Entered(positional, by_name, new or validates, flat, values_inside)
 
 
 def _leave(
-    f: Function, result: Any, out_specs: Any, mesh: DeviceMesh, seen: set[Any], look: bool, parts: Known
+    f: Function, result: Any, out_specs: Any, mesh: DeviceMesh, signatures: set[Any], validates: bool, parts: Known
 ) -> list[Leaf]:
     """Validates a result whose signature is new; returns its leaves with their specs if it did, or `look` is set."""
-    found, signature = _signature("out", result, mesh)
-    if signature in seen and not look:
-        note_again(parts.get(signature), found)
+    result_leaves, signature = _signature("out", result, mesh)
+    if signature in signatures and not validates:
+        note_again(parts.get(signature), result_leaves)
         return []
     name = f"shard_map({name_of(f)})"
     leaves = match(out_specs, result, f"{name} out_specs", "result")
     for leaf in leaves:
         check(leaf, mesh, f"{name} out_specs")
-    parts[signature] = note_parts(found, leaves, [leaf.value for leaf in leaves], mesh)
-    seen.add(signature)
+    parts[signature] = note_parts(result_leaves, leaves, [leaf.value for leaf in leaves], mesh)
+    signatures.add(signature)
     return leaves
 
 
@@ -337,10 +338,12 @@ def _localized(leaf: Leaf, mesh: DeviceMesh, inputs: str, name: str) -> Any:
             axis = axis_of(mesh, names)
             if axis.size > 1:
                 piece = ops.local_slice(piece, dim, axis.index, axis.size, axis.group)
-        whole = tuple(axis_name for axis_name, n in sizes(mesh).items() if n > 1 and axis_name not in leaf.spec.axes)
-        if whole and (piece.is_floating_point() or piece.is_complex()):
-            what = f"{name}: {leaf.path} along {', '.join(map(repr, whole))}"
-            piece = ops.replicated(piece, what, axis_of(mesh, whole).group)
+        same_axes = tuple(
+            axis_name for axis_name, n in sizes(mesh).items() if n > 1 and axis_name not in leaf.spec.axes
+        )
+        if same_axes and (piece.is_floating_point() or piece.is_complex()):
+            description = f"{name}: {leaf.path} along {', '.join(map(repr, same_axes))}"
+            piece = ops.replicated(piece, description, axis_of(mesh, same_axes).group)
         return kernels.copy(piece) if piece is leaf.value else piece
     return leaf.value
 
@@ -372,17 +375,17 @@ def _unwrapped(leaf: Leaf, mesh: DeviceMesh, name: str) -> Tensor:
             raise ValueError(
                 f"{name} in_specs: {leaf.path} is a DTensor placed as {placement}, which a spec cannot say"
             )
-    own = P(*cuts)
-    check_own(leaf, own, f"{name} in_specs")
-    local_shape(value.shape, own, mesh, f"{name} in_specs: {leaf.path}")
+    spec = P(*cuts)
+    check_own(leaf, spec, f"{name} in_specs")
+    local_shape(value.shape, spec, mesh, f"{name} in_specs: {leaf.path}")
     return cast(Tensor, value.to_local())
 
 
-def _compared(leaf: Leaf, value: Any, whole: bool) -> str:
+def _compared(leaf: Leaf, value: Any, compares_values: bool) -> str:
     """What all ranks must agree on; under `...` shapes may differ between ranks. Whole values have the same numbers."""
     if not isinstance(value, Tensor):
         return f"{leaf.path}: {type(value).__name__}{f' placed as {value.spec}' if places_itself(value) else ''}"
     shape = "" if isinstance(leaf.spec, EllipsisType) else f" {tuple(value.shape)}"
-    same = whole and isinstance(leaf.spec, P) and not is_dtensor(leaf.value) and plain(leaf.value)
+    same = compares_values and isinstance(leaf.spec, P) and not is_dtensor(leaf.value) and plain(leaf.value)
     numbers = f", numbers with checksum {checksum(leaf.value)}" if same else ""
     return f"{leaf.path}: {value.dtype}{shape}{numbers}"

@@ -39,14 +39,14 @@ def handled() -> set[int]:
 
     They become the context of any exception raised now.
     """
-    seen: set[int] = set()
+    ids: set[int] = set()
     queue = [sys.exception()]
     while queue:
         current = queue.pop()
-        if current is not None and id(current) not in seen:
-            seen.add(id(current))
+        if current is not None and id(current) not in ids:
+            ids.add(id(current))
             queue += [current.__cause__, current.__context__]
-    return seen
+    return ids
 
 
 def exhausted(error: BaseException, before: Collection[int] = ()) -> str | None:
@@ -56,13 +56,13 @@ def exhausted(error: BaseException, before: Collection[int] = ()) -> str | None:
         error: the exception.
         before: the result of `handled` before; these exceptions are not its cause.
     """
-    seen = set(before) - {id(error)}
+    ids = set(before) - {id(error)}
     queue: list[BaseException | None] = [error]
     while queue:
         err = queue.pop()
-        if err is None or id(err) in seen:
+        if err is None or id(err) in ids:
             continue
-        seen.add(id(err))
+        ids.add(id(err))
         text = str(err)
         lines = text.strip().splitlines() or [""]
         telling = [line for line in lines if _WORDS.search(line)] if isinstance(err, RuntimeError) else []

@@ -66,12 +66,12 @@ def plugin(table: Table = PLUGIN, name: str = "") -> Section:
     """The section of FullyShardedDataParallelPlugin's arguments; in YAML their names begin with `fsdp_`."""
     prefixed = {key if key.startswith(name) else f"{name}{key}": meaning for key, meaning in table.items()}
 
-    def before(draft: TranslationBuilder, prefix: str, given: dict[str, Any]) -> None:
-        version = whole(f"{prefix}fsdp_version", given.get("fsdp_version", given.get("version", 1)))
+    def before(draft: TranslationBuilder, prefix: str, settings: dict[str, Any]) -> None:
+        version = whole(f"{prefix}fsdp_version", settings.get("fsdp_version", settings.get("version", 1)))
         draft.put("kind", "fsdp2" if version == 2 else "fsdp1")
         offloaded, checkpointed = f"{name}activation_checkpointing_offload", f"{name}activation_checkpointing"
         ignored = {}
-        policy = given.get(f"{name}auto_wrap_policy")
+        policy = settings.get(f"{name}auto_wrap_policy")
         if isinstance(policy, str):
             wraps = each("transformer_layer_cls_to_wrap transformer_cls_names_to_wrap", "TRANSFORMER_BASED_WRAP")
             for key, policy_of_key in {**wraps, "min_num_params": "SIZE_BASED_WRAP"}.items():
@@ -79,11 +79,11 @@ def plugin(table: Table = PLUGIN, name: str = "") -> Section:
                     ignored[f"{name}{key}"] = always(f"of no effect with {word(policy)}, there as here")
         if version == 2:
             ignored[f"{name}backward_prefetch"] = always("of no effect with FSDP2")
-        if offloaded in given and on(f"{prefix}{offloaded}", given[offloaded]):
+        if offloaded in settings and on(f"{prefix}{offloaded}", settings[offloaded]):
             ignored[checkpointed] = sets("remat=, as the next key says")
         for key, meaning in ignored.items():
-            if key in given:
-                meant(draft, f"{prefix}{key}", given.pop(key), meaning)
+            if key in settings:
+                meant(draft, f"{prefix}{key}", settings.pop(key), meaning)
 
     return Section(prefixed, "Accelerate's FSDP", cut="full_shard", before=before)
 
@@ -147,16 +147,16 @@ _DYNAMO: Table = {
 }
 
 
-def _if_compiled(draft: TranslationBuilder, prefix: str, given: dict[str, Any]) -> None:
+def _if_compiled(draft: TranslationBuilder, prefix: str, settings: dict[str, Any]) -> None:
     """Leaves the arguments of torch.compile to read if anything is compiled."""
-    unprefixed = {name.removeprefix("dynamo_"): setting for name, setting in given.items()}
+    unprefixed = {name.removeprefix("dynamo_"): setting for name, setting in settings.items()}
     if not {"NO", "NONE", ""}.intersection(spellings(unprefixed.get("backend"))) and not on(
         f"{prefix}disable", unprefixed.get("disable", False)
     ):
         return
-    for name, setting in given.items():
+    for name, setting in settings.items():
         draft.row(f"{prefix}{name}", setting, "always", "nothing is compiled")
-    given.clear()
+    settings.clear()
 
 
 _PRECISION = By(
@@ -215,18 +215,18 @@ CONFIG: Table = {
 }
 
 
-def _one_strategy(draft: TranslationBuilder, prefix: str, given: dict[str, Any]) -> None:
-    if given.get("fsdp_config") and given.get("deepspeed_config"):
+def _one_strategy(draft: TranslationBuilder, prefix: str, settings: dict[str, Any]) -> None:
+    if settings.get("fsdp_config") and settings.get("deepspeed_config"):
         raise TranslateError("fsdp_config and deepspeed_config: two strategies in one file; leave one of them")
-    kind = word(given.get("distributed_type", "NO"))
+    kind = word(settings.get("distributed_type", "NO"))
     for name, section in (("FSDP", "fsdp_config"), ("DEEPSPEED", "deepspeed_config")):
-        if kind == name and not given.get(section):
+        if kind == name and not settings.get(section):
             raise TranslateError(f"distributed_type: {kind}, but there is nothing in {section}")
-        if given.get(section) and "distributed_type" in given and kind != name:
+        if settings.get(section) and "distributed_type" in settings and kind != name:
             raise TranslateError(f"distributed_type: {kind}, but {section} says how {name} is to shard; leave one")
     for section in ("fsdp_config", "deepspeed_config"):
-        if section in given and given[section] in (None, {}):
-            draft.row(section, given.pop(section), "always", "it says nothing")
+        if section in settings and settings[section] in (None, {}):
+            draft.row(section, settings.pop(section), "always", "it says nothing")
 
 
 FILE = Section(CONFIG, "Accelerate", first="distributed_type fsdp_config deepspeed_config", before=_one_strategy)
@@ -242,11 +242,11 @@ def _handlers(draft: TranslationBuilder, key: str, value: Any) -> None:
     """Reads a list of handlers, of which some change numbers: scales, autocast, what DDP sends."""
     if value is not None and not isinstance(value, (list, tuple)):
         draft.open(key, value, "a list of calls, each of which has a row")
-    for one in value if isinstance(value, (list, tuple)) else ():
-        name = one.name if isinstance(one, SourceCall) else "?"
-        quiet = isinstance(one, SourceCall) and name in _QUIET and not _HOOKS & one.arguments.keys()
-        said = "no number changes" if quiet else "so.loss_scaled, torch.autocast or compressed strategies"
-        draft.row(f"{key}.{name}", one, "yours" if quiet else "missing", said)
+    for handler in value if isinstance(value, (list, tuple)) else ():
+        name = handler.name if isinstance(handler, SourceCall) else "?"
+        quiet = isinstance(handler, SourceCall) and name in _QUIET and not _HOOKS & handler.arguments.keys()
+        text = "no number changes" if quiet else "so.loss_scaled, torch.autocast or compressed strategies"
+        draft.row(f"{key}.{name}", handler, "yours" if quiet else "missing", text)
 
 
 ACCELERATOR: Table = {

@@ -1,4 +1,4 @@
-"""Calls of a program beside the one that says how it is sharded: plain data parallelism's, peft's, and those not read.
+"""Calls of a program next to the one that shards it: plain data parallelism's, peft's, and unread ones.
 
 Each call that sets something has a row: those that nothing reads are `missing`, so no program passes without them.
 """
@@ -22,16 +22,16 @@ _SEED = yours("seed= of sf.run.loop and sf.run.batches, and what seeds the modul
 
 def _autocast(draft: TranslationBuilder, key: str, call: SourceCall) -> None:
     """Reads torch.autocast, whose dtype on CUDA is float16 unless it is said."""
-    given = dict(call.arguments)
-    where, enabled = given.get("device_type"), given.get("enabled", True)
-    if isinstance(enabled, SourceExpression) or (where is None and "argument 1" in given):
+    arguments = dict(call.arguments)
+    where, enabled = arguments.get("device_type"), arguments.get("enabled", True)
+    if isinstance(enabled, SourceExpression) or (where is None and "argument 1" in arguments):
         draft.open(f"{key}.enabled", enabled, "torch.autocast around the model")
     elif not on(f"{key}.enabled", enabled):
         draft.row(key, call, "always", "no autocast unless it is said")
-    elif isinstance(given.get("dtype"), SourceExpression):
-        draft.open(f"{key}.dtype", given["dtype"], "torch.autocast around the model")
+    elif isinstance(arguments.get("dtype"), SourceExpression):
+        draft.open(f"{key}.dtype", arguments["dtype"], "torch.autocast around the model")
     else:
-        low = dtype(f"{key}.dtype", given.get("dtype", "bf16" if where == "cpu" else "fp16"))
+        low = dtype(f"{key}.dtype", arguments.get("dtype", "bf16" if where == "cpu" else "fp16"))
         draft.say("autocast", low, key)
         draft.row(key, call, "becomes", f"torch.autocast around the model: {low}")
 
@@ -48,19 +48,19 @@ _COMPILE: Table = {
 
 
 def _zero1(draft: TranslationBuilder, key: str, call: SourceCall) -> None:
-    """Reads ZeroRedundancyOptimizer: the optimizer of its class, with state cut over the ranks."""
-    given = dict(call.arguments)
-    make, group = given.pop("optimizer_class", None), given.pop("process_group", None)
+    """Reads ZeroRedundancyOptimizer: the optimizer of its class, with state sharded over the ranks."""
+    arguments = dict(call.arguments)
+    make, group = arguments.pop("optimizer_class", None), arguments.pop("process_group", None)
     for name in ("parameters_as_bucket_view", "overlap_with_ddp"):
-        if name in given:
-            draft.row(f"{key}.{name}", given.pop(name), "always", "the step gathers what it has updated")
+        if name in arguments:
+            draft.row(f"{key}.{name}", arguments.pop(name), "always", "the step gathers what it has updated")
     if group is not None:
         draft.row(f"{key}.process_group", group, "missing", "write the mesh: its axes are the groups")
     draft.put("cut", "zero1", key)
     draft.row(key, call, "becomes", "the strategy sf.zero1")
     name = make.text.rpartition(".")[2] if isinstance(make, SourceExpression) else ""
     if name in OPTIMIZERS:
-        optimizer(draft, name, SourceCall(name, call.line, given))
+        optimizer(draft, name, SourceCall(name, call.line, arguments))
     else:
         draft.row(f"{key}.optimizer_class", make, "open", "the program has the name optimizer for it")
 
@@ -94,7 +94,7 @@ def rows(
     modules: Mapping[str, str],
     known: Collection[str],
 ) -> None:
-    """Adds the rows of calls beside the one that shards.
+    """Adds the rows of the calls next to the one that shards.
 
     Args:
         draft: the translation.
@@ -103,18 +103,18 @@ def rows(
         modules: where names are imported from; "" for those that the file defines.
         known: names that have rows elsewhere.
     """
-    seen = {id(call) for call in used} | {id(call) for one in used for call in _within(one)}
-    places = {(call.name, call.line) for one in used for call in (one, *_within(one))}
-    told = set()
+    read_ids = {id(call) for call in used} | {id(call) for outer in used for call in _nested_calls(outer)}
+    places = {(call.name, call.line) for outer in used for call in (outer, *_nested_calls(outer))}
+    texts = set()
     for call in calls:
         meaning = TABLE.get(call.name)
         text = f"{call.name}({', '.join(f'{key}={shown(x)}' for key, x in call.arguments.items())})"
-        if id(call) in seen or text in told or call.name in known or (call.name, call.line) in places:
+        if id(call) in read_ids or text in texts or call.name in known or (call.name, call.line) in places:
             continue
-        told.add(text)
+        texts.add(text)
         if meaning is not None:
-            whole = isinstance(meaning, Section) or callable(meaning)
-            meant(draft, call.name, call if whole else SourceExpression(text), meaning)
+            takes_call = isinstance(meaning, Section) or callable(meaning)
+            meant(draft, call.name, call if takes_call else SourceExpression(text), meaning)
         elif modules.get(call.name) == "":
             draft.row(call.name, SourceExpression(text), "yours", "this file defines it")
         elif modules.get(call.name, "").startswith("transformers") and call.name.endswith("Config"):
@@ -128,7 +128,7 @@ def rows(
 _MODELS = ("model", "module", "params", "model_parameters", "parameters")
 
 
-def _within(value: Any) -> Iterable[SourceCall]:
+def _nested_calls(value: Any) -> Iterable[SourceCall]:
     """The calls among the arguments of a call, but those that make the model, which are not read with it."""
     inner = value.arguments if isinstance(value, SourceCall) else value
     inner = {key: x for key, x in inner.items() if key not in _MODELS} if isinstance(inner, Mapping) else inner
@@ -136,4 +136,4 @@ def _within(value: Any) -> Iterable[SourceCall]:
     for item in inner:
         if isinstance(item, SourceCall):
             yield item
-        yield from _within(item)
+        yield from _nested_calls(item)

@@ -51,7 +51,7 @@ _DTYPES = {"bfloat16", "float16", "half", "float32", "float64", "double"}
 
 @dataclass(frozen=True)
 class FileBindings:
-    """What a file binds to names.
+    """The bindings of names in a file.
 
     Attributes:
         known: names that are assigned once and stay as they were: nothing else binds them, or changes what they hold.
@@ -113,11 +113,11 @@ def _program(nodes: list[ast.AST], read: Collection[str]) -> FileBindings:
     changes = tuple(_changes(nodes))
     changed = {name for name, _ in changes}
     imports = [(node.module or "", alias) for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names]
-    own = {node.name: "" for node in nodes if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+    definitions = {node.name: "" for node in nodes if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
     return FileBindings(
         {name: value for name, value in assigned.items() if bound[name] == 1 and name not in changed},
         {alias.asname: alias.name for _, alias in imports if alias.asname},
-        {alias.name: module for module, alias in imports} | own,
+        {alias.name: module for module, alias in imports} | definitions,
         changes,
         frozenset(call_results),
         read,
@@ -139,20 +139,20 @@ def _changes(nodes: list[ast.AST]) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _param_groups(nodes: list[ast.AST]) -> list[SourceCall]:
-    """What a program assigns to an optimizer's groups, `group["lr"] = ...`, as calls with these arguments."""
+    """Assignments to an optimizer's groups, `group["lr"] = ...`, as calls with these arguments."""
     if not any(isinstance(node, ast.Attribute) and node.attr == "param_groups" for node in nodes):
         return []
-    found = []
+    assignments = []
     for node in nodes:
         if not isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
             continue
         for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
             key = target.slice if isinstance(target, ast.Subscript) else None
             if isinstance(key, ast.Constant) and key.value in _NUMBERS:
-                found.append(
+                assignments.append(
                     SourceCall("param_groups", node.lineno, {str(key.value): SourceExpression(ast.unparse(node))})
                 )
-    return found
+    return assignments
 
 
 def _called(node: ast.Call, program: FileBindings) -> str:
@@ -189,14 +189,14 @@ def _call(node: ast.Call, program: FileBindings, inside: tuple[str, ...]) -> Sou
     positions = _POSITIONS.get(name, ())
     for i, item in enumerate(positional):
         arguments[positions[i] if i < len(positions) else f"argument {i + 1}"] = _value(item, program, inside)
-    for word in node.keywords:
-        value = _value(word.value, program, inside)
-        if word.arg is not None:
-            arguments[word.arg] = value
+    for keyword in node.keywords:
+        value = _value(keyword.value, program, inside)
+        if keyword.arg is not None:
+            arguments[keyword.arg] = value
         elif isinstance(value, Mapping):
             arguments |= {str(key): item for key, item in value.items()}
         else:
-            arguments[f"**{ast.unparse(word.value)}"] = SourceExpression(ast.unparse(word.value))
+            arguments[f"**{ast.unparse(keyword.value)}"] = SourceExpression(ast.unparse(keyword.value))
     return SourceCall(name, node.lineno, arguments)
 
 

@@ -75,20 +75,20 @@ TP: Table = {
 }
 
 
-def _of_one_number(draft: TranslationBuilder, prefix: str, given: dict[str, Any]) -> None:
+def _of_one_number(draft: TranslationBuilder, prefix: str, settings: dict[str, Any]) -> None:
     """Takes out the keys that other keys of the section overrule."""
-    if given.get("activation_checkpointing") and given.get("activation_cpu_offload"):
-        remat = given.pop("activation_checkpointing")
+    if settings.get("activation_checkpointing") and settings.get("activation_cpu_offload"):
+        remat = settings.pop("activation_checkpointing")
         draft.row(f"{prefix}activation_checkpointing", remat, "becomes", "remat=, as activation_cpu_offload says")
-    forward = word(given.get("forward_prefetch", False)) == "TRUE" and "backward_prefetch_limit" not in given
-    backward = word(given.get("backward_prefetch", "BACKWARD_POST")) != "NONE"
+    forward = word(settings.get("forward_prefetch", False)) == "TRUE" and "backward_prefetch_limit" not in settings
+    backward = word(settings.get("backward_prefetch", "BACKWARD_POST")) != "NONE"
     for name, counts in (("forward_prefetch_limit", forward), ("backward_prefetch_limit", backward)):
-        if name in given and not counts:
-            draft.row(f"{prefix}{name}", given.pop(name), "always", "prefetch= is one number for both directions")
+        if name in settings and not counts:
+            draft.row(f"{prefix}{name}", settings.pop(name), "always", "prefetch= is one number for both directions")
 
 
-def _mixed_by_default(draft: TranslationBuilder, prefix: str, given: dict[str, Any]) -> None:
-    if "mixed_precision" not in given:
+def _mixed_by_default(draft: TranslationBuilder, prefix: str, settings: dict[str, Any]) -> None:
+    if "mixed_precision" not in settings:
         _mixed(draft, f"{prefix}mixed_precision", "DEFAULT")
 
 
@@ -98,8 +98,8 @@ _FSDP, _FSDP2 = (
 _PARTS = {"fsdp": _FSDP, "fsdp2": _FSDP2, "tp": Section(TP, "Composer")}
 
 
-def _one_of_two(draft: TranslationBuilder, prefix: str, given: dict[str, Any]) -> None:
-    if given.get("fsdp") is not None and given.get("fsdp2") is not None:
+def _one_of_two(draft: TranslationBuilder, prefix: str, settings: dict[str, Any]) -> None:
+    if settings.get("fsdp") is not None and settings.get("fsdp2") is not None:
         raise TranslateError(f"{prefix}fsdp and fsdp2: two strategies in one file; leave one of them")
 
 
@@ -119,14 +119,14 @@ _PRECISION = By(
 
 def _optimizer(draft: TranslationBuilder, key: str, value: Any) -> None:
     name = optimizers.named(key, value, "name", "decoupled_adamw")
-    given = {argument: x for argument, x in value.items() if argument != "name"}
+    settings = {argument: x for argument, x in value.items() if argument != "name"}
     kind = OPTIMIZERS.get(name)
     if kind is None:
-        optimizers.unread(draft, f"{key}.name", name, f"{key}.", given)
+        optimizers.unread(draft, f"{key}.name", name, f"{key}.", settings)
         return
     draft.row(f"{key}.name", name, "becomes", kind.text)
     draft.say("optimizer", kind.ours, f"{key}.name")
-    arguments = optimizers.arguments(draft, key, given, kind)
+    arguments = optimizers.arguments(draft, key, settings, kind)
     lr, decay = arguments["lr"], arguments.get("weight_decay")
     if kind.notes and decay:
         both_numbers = not isinstance(lr, UndefinedName) and not isinstance(decay, UndefinedName)
@@ -216,11 +216,11 @@ CONFIG: Table = {
 }
 
 
-def _one_strategy(draft: TranslationBuilder, prefix: str, given: dict[str, Any]) -> None:
-    if given.get("parallelism_config") and given.get("fsdp_config"):
+def _one_strategy(draft: TranslationBuilder, prefix: str, settings: dict[str, Any]) -> None:
+    if settings.get("parallelism_config") and settings.get("fsdp_config"):
         raise TranslateError("parallelism_config and fsdp_config: two strategies in one file; leave one of them")
-    draft.put("total", steps_of(given.get("max_duration")))
-    mode = word(given.get("precision", "")).lower()
+    draft.put("total", steps_of(settings.get("max_duration")))
+    mode = word(settings.get("precision", "")).lower()
     draft.put("low", dtype("precision", mode) if mode in ("fp32", "amp_fp16", "amp_bf16") else None)
 
 

@@ -60,9 +60,9 @@ _TIERS: Table = {
 
 
 def _offload(where: By) -> Section:
-    def before(draft: TranslationBuilder, prefix: str, given: dict[str, Any]) -> None:
-        if "nvme_path" in given and word(given.get("device", "none")) != "NVME":
-            draft.row(f"{prefix}nvme_path", given.pop("nvme_path"), "always", "of no effect without nvme")
+    def before(draft: TranslationBuilder, prefix: str, settings: dict[str, Any]) -> None:
+        if "nvme_path" in settings and word(settings.get("device", "none")) != "NVME":
+            draft.row(f"{prefix}nvme_path", settings.pop("nvme_path"), "always", "of no effect without nvme")
 
     return Section({"device": where, **_TIERS}, "DeepSpeed", before=before)
 
@@ -129,7 +129,7 @@ ZERO: Table = {
 }
 
 
-def _within_stages(draft: TranslationBuilder, prefix: str, given: dict[str, Any]) -> None:
+def _within_stages(draft: TranslationBuilder, prefix: str, settings: dict[str, Any]) -> None:
     """Checks keys that need a certain stage; marks as ineffective those that need stage 3."""
     stage_3 = draft.get("cut") == "full_shard"
     for fact, name in (("hpz", "zero_hpz_partition_size"), ("mics", "mics_shard_size"), ("params", "offload_param")):
@@ -163,35 +163,35 @@ OPTIMIZERS = {
 
 
 def _typed(
-    draft: TranslationBuilder, key: str, value: Any, example: str, others: Section
+    draft: TranslationBuilder, key: str, value: Any, example: str, section: Section
 ) -> tuple[str, dict[str, Any]]:
     """The type and the arguments of an optimizer or a scheduler, whose other keys it reads."""
     kind = optimizers.named(key, value, "type", example)
-    read(draft, key, {name: x for name, x in value.items() if name not in ("type", "params")}, others)
+    read(draft, key, {name: x for name, x in value.items() if name not in ("type", "params")}, section)
     return kind, draft.settings(f"{key}.params", value.get("params")) or {}
 
 
 def _optimizer(draft: TranslationBuilder, key: str, value: Any) -> None:
-    others = Section({"legacy_fusion": always("one implementation")}, "an optimizer")
-    name, given = _typed(draft, key, value, "AdamW", others)
+    section = Section({"legacy_fusion": always("one implementation")}, "an optimizer")
+    name, settings = _typed(draft, key, value, "AdamW", section)
     kind, where = OPTIMIZERS.get(name.lower()), f"{key}.params."
     if kind is None:
-        optimizers.unread(draft, f"{key}.type", name, where, given)
+        optimizers.unread(draft, f"{key}.type", name, where, settings)
         return
-    if name.lower() == "adam" and on(f"{where}adam_w_mode", given.get("adam_w_mode", True)):
+    if name.lower() == "adam" and on(f"{where}adam_w_mode", settings.get("adam_w_mode", True)):
         kind = OPTIMIZERS["adamw"]
         draft.row(f"{key}.type", name, "becomes", "so.adamw: adam_w_mode is on unless it is said")
     else:
         draft.row(f"{key}.type", name, "becomes", kind.text)
-    if on(f"{where}torch_adam", given.get("torch_adam", False)) and kind.ours == "adamw":
+    if on(f"{where}torch_adam", settings.get("torch_adam", False)) and kind.ours == "adamw":
         kind = OptimizerCounterpart("adamw", {**kind.defaults, "weight_decay": 0.01})
     draft.say("optimizer", kind.ours, f"{key}.type")
-    optimizers.arguments(draft, f"{key}.params", given, kind)
+    optimizers.arguments(draft, f"{key}.params", settings, kind)
 
 
 def _scheduler(draft: TranslationBuilder, key: str, value: Any) -> None:
-    kind, given = _typed(draft, key, value, "WarmupLR", Section({}, "a scheduler"))
-    optimizers.schedule_of_deepspeed(draft, key, kind, given)
+    kind, settings = _typed(draft, key, value, "WarmupLR", Section({}, "a scheduler"))
+    optimizers.schedule_of_deepspeed(draft, key, kind, settings)
 
 
 _CUT = missing("sequence=1 of parallel.to_parallel cuts activations between layers", "False")
@@ -277,8 +277,8 @@ CONFIG: Table = {
 }
 
 
-def _one_of_16_bits(draft: TranslationBuilder, prefix: str, given: dict[str, Any]) -> None:
-    sections = {key: given[key] for key in ("bf16", "bfloat16", "fp16") if isinstance(given.get(key), Mapping)}
+def _one_of_16_bits(draft: TranslationBuilder, prefix: str, settings: dict[str, Any]) -> None:
+    sections = {key: settings[key] for key in ("bf16", "bfloat16", "fp16") if isinstance(settings.get(key), Mapping)}
     enabled = [key for key, section in sections.items() if section.get("enabled") is True]
     if len(enabled) > 1:
         raise TranslateError(f"{enabled[0]} and {enabled[1]} are both enabled")

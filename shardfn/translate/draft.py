@@ -85,7 +85,7 @@ class TranslationBuilder:
         self.put(fact, value, *keys)
 
     def put(self, fact: str, value: Any, *keys: str) -> None:
-        """Sets a fact, whatever it was before; its earlier keys stay beside these."""
+        """Sets a fact, whatever it was before; its earlier keys stay as well."""
         self.facts[fact] = value
         self.keys[fact] = tuple(dict.fromkeys((*self.of(fact), *keys)))
 

@@ -1,4 +1,4 @@
-"""Meanings of the arguments of FSDP1 and FSDP2 under PyTorch's names, and of calls beside them."""
+"""Meanings of the arguments of FSDP1 and FSDP2 under PyTorch's names, and of calls next to them."""
 
 from __future__ import annotations
 
@@ -188,12 +188,12 @@ _VALUE: Table = {
 _FACTOR: Table = {"factor": sets("sf.psum of the loss, divided by it", name="divide_factor", divide=number)}
 
 
-def _of_module(draft: TranslationBuilder, prefix: str, given: dict[str, Any]) -> None:
+def _of_module(draft: TranslationBuilder, prefix: str, settings: dict[str, Any]) -> None:
     """Moves the arguments of a module's own `clip_grad_norm_(max_norm)`, which has no `parameters`, to their names."""
-    if "max_norm" not in given or isinstance(given.get("parameters"), (int, float)):
-        names = [name for name in ("max_norm", "norm_type") if name not in given or name == "max_norm"]
-        moved = [given.pop(name) for name in ("parameters", "max_norm") if name in given]
-        given |= dict(zip(names, moved, strict=False))
+    if "max_norm" not in settings or isinstance(settings.get("parameters"), (int, float)):
+        names = [name for name in ("max_norm", "norm_type") if name not in settings or name == "max_norm"]
+        values = [settings.pop(name) for name in ("parameters", "max_norm") if name in settings]
+        settings |= dict(zip(names, values, strict=False))
 
 
 _ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
@@ -218,7 +218,7 @@ _GROUPS = "groups of parameters: a rule, such as weight_decay=lambda path, shape
 
 def optimizer(draft: TranslationBuilder, key: str, call: SourceCall) -> None:
     """Reads an optimizer of torch's, which has one set of numbers for all parameters."""
-    given = {name: x for name, x in call.arguments.items() if name != "params"}
+    settings = {name: x for name, x in call.arguments.items() if name != "params"}
     if draft.get("optimizer") is not None:
         draft.row(key, call, "missing", "the program has one optimizer, the first")
         return
@@ -227,7 +227,7 @@ def optimizer(draft: TranslationBuilder, key: str, call: SourceCall) -> None:
     kind = OPTIMIZERS[call.name]
     draft.row(key, call, "becomes", kind.text)
     draft.say("optimizer", kind.ours, key)
-    arguments(draft, key, given, kind)
+    arguments(draft, key, settings, kind)
 
 
 _SCALER: Table = {
@@ -314,11 +314,11 @@ _WORDS = (
 
 def beside(draft: TranslationBuilder, calls: list[SourceCall]) -> None:
     """Reads the calls of a program that change how it trains, apart from those that shard it."""
-    seen = set()
+    texts = set()
     for call in calls:
         text = f"{call.name}({', '.join(f'{key}={shown(argument)}' for key, argument in call.arguments.items())})"
-        if call.name in BESIDE and text not in seen:
-            seen.add(text)
+        if call.name in BESIDE and text not in texts:
+            texts.add(text)
             meaning = BESIDE[call.name]
             whole_call = isinstance(meaning, Section) or callable(meaning)
             meant(draft, call.name, call if whole_call else SourceExpression(text), meaning)

@@ -186,9 +186,9 @@ _CALLBACKS = {
 def _callbacks(draft: TranslationBuilder, key: str, value: Any) -> None:
     """Reads a list of callbacks, of which some change what is trained."""
     each_one = value if isinstance(value, (list, tuple)) else [value]
-    changing = [one for one in each_one if isinstance(one, SourceCall) and one.name in _CALLBACKS]
-    for one in changing:
-        draft.row(f"{key}.{one.name}", one, "missing", _CALLBACKS[one.name])
+    changing = [callback for callback in each_one if isinstance(callback, SourceCall) and callback.name in _CALLBACKS]
+    for callback in changing:
+        draft.row(f"{key}.{callback.name}", callback, "missing", _CALLBACKS[callback.name])
     if len(changing) < len(each_one):
         draft.row(key, value, "yours", "functions: report= and evaluate= of sf.run.loop")
 
@@ -229,14 +229,14 @@ TRAINER: Table = {
 def translate(draft: TranslationBuilder, strategy: SourceCall | None, trainer: Mapping[str, Any]) -> None:
     """Reads a strategy and the arguments of a `Trainer` or `Fabric`, if there are any."""
     later: dict[str, Any] = {}
-    given = dict(strategy.arguments) if strategy else {}
+    settings = dict(strategy.arguments) if strategy else {}
     if strategy is not None:
-        later = {name: given.pop(name) for name in ("precision", *precision.ADAPTING) if name in given}
+        later = {name: settings.pop(name) for name in ("precision", *precision.ADAPTING) if name in settings}
         for name, device in (("offload_optimizer", deepspeed.STATE), ("offload_parameters", deepspeed.PARAMS)):
-            if strategy.name == "DeepSpeedStrategy" and given.get(name) is True:
-                place = given.get(name.replace("parameters", "params") + "_device", "cpu")
-                meant(draft, name, given.pop(name) and place, device)
-        read(draft, "", given, STRATEGIES[strategy.name])
+            if strategy.name == "DeepSpeedStrategy" and settings.get(name) is True:
+                place = settings.get(name.replace("parameters", "params") + "_device", "cpu")
+                meant(draft, name, settings.pop(name) and place, device)
+        read(draft, "", settings, STRATEGIES[strategy.name])
     read(draft, "", {"precision": later.pop("precision")} if "precision" in later else {}, Section(FSDP))
     read(draft, "", trainer, Section(TRAINER, "Trainer", first="strategy"))
     half = draft.get("low") == "torch.float16"

@@ -88,7 +88,7 @@ def named(key: str, value: Any, kind: str, example: str) -> str:
     return str(value[kind])
 
 
-def unread(draft: TranslationBuilder, key: str, kind: str, prefix: str, given: Mapping[str, Any]) -> None:
+def unread(draft: TranslationBuilder, key: str, kind: str, prefix: str, settings: Mapping[str, Any]) -> None:
     """Adds the rows of an optimizer that has no counterpart, or whose name is not in the file."""
     advice = "the program has the name optimizer for yours"
     if kind.lower() == "auto":
@@ -96,12 +96,12 @@ def unread(draft: TranslationBuilder, key: str, kind: str, prefix: str, given: M
     else:
         near = "; Muon of theirs scales and groups parameters otherwise than so.muon" if kind.lower() == "muon" else ""
         draft.row(key, kind, "missing", f"not there{near}: {advice}")
-    for name, argument in given.items():
+    for name, argument in settings.items():
         draft.row(f"{prefix}{name}", argument, "open", "an argument of that optimizer")
 
 
 def arguments(
-    draft: TranslationBuilder, key: str, given: Mapping[str, Any], kind: OptimizerCounterpart
+    draft: TranslationBuilder, key: str, settings: Mapping[str, Any], kind: OptimizerCounterpart
 ) -> dict[str, Any]:
     """Reads and returns an optimizer's arguments, completed by its defaults; adds them as a fact."""
     takes = TAKES[kind.ours].split()
@@ -110,8 +110,8 @@ def arguments(
         text = f"b1= and b2= of so.{kind.ours}" if name == "betas" else f"{OURS.get(name, name)}= of the optimizer"
         fact = {f"optimizer.{name}": _READERS.get(name, number)}
         table[name] = sets(text + kind.notes.get(name, ""), name=name, about=f"of the optimizer, {name}", **fact)
-    read(draft, key, given, Section(table, kind.ours))
-    facts = {name: f"optimizer.{name}" for name in (*given, *takes) if f"optimizer.{name}" in draft.facts}
+    read(draft, key, settings, Section(table, kind.ours))
+    facts = {name: f"optimizer.{name}" for name in (*settings, *takes) if f"optimizer.{name}" in draft.facts}
     values = {**kind.defaults, **{name: draft.get(fact) for name, fact in facts.items()}}
     if "lr" not in values:
         values["lr"] = draft.name("lr", "the learning rate")
@@ -188,38 +188,38 @@ SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {
 LR_SCHEDULER_TYPES = {*_AFTER, "constant"}
 
 
-def rate(name: str, given: Mapping[str, Any], lr: Any) -> str:
+def rate(name: str, settings: Mapping[str, Any], lr: Any) -> str:
     """The code of a schedule's function `rate(step)`, which counts from 1; `lr` is the optimizer's."""
-    values = {"lr": lr, **given}
-    if name in _COMPOSER and "alpha_f" in given:
+    values = {"lr": lr, **settings}
+    if name in _COMPOSER and "alpha_f" in settings:
         return _OURS.format(call=_COMPOSER[name].format(**values))
     if name in _AFTER:
         return _TRANSFORMERS.format(after=_AFTER[name].format(**values), **values)
-    if "lr_range_test_step_size" in given:
-        tests = f"(done + 1) / {given['lr_range_test_step_size']}"
-        return _RANGE.format(tests=f"math.floor({tests})" if given["lr_range_test_staircase"] else tests, **values)
-    count = given["warmup_num_steps"]
+    if "lr_range_test_step_size" in settings:
+        tests = f"(done + 1) / {settings['lr_range_test_step_size']}"
+        return _RANGE.format(tests=f"math.floor({tests})" if settings["lr_range_test_staircase"] else tests, **values)
+    count = settings["warmup_num_steps"]
     values["warmup"] = f"max(2, {count})" if isinstance(count, str) else max(2, count)
-    values["share"] = "math.log(done + 1) / math.log(warmup)" if given["warmup_type"] == "log" else "done / warmup"
-    if given.get("warmup_max_lr", 0) is None:
+    values["share"] = "math.log(done + 1) / math.log(warmup)" if settings["warmup_type"] == "log" else "done / warmup"
+    if settings.get("warmup_max_lr", 0) is None:
         values["warmup_max_lr"] = lr
-    total = given.get("total_num_steps")
+    total = settings.get("total_num_steps")
     values["after"] = "1.0" if total is None else f"max(0.0, ({total} - done) / max(1, {total} - warmup))"
     return SCHEDULERS[name][0].format(**values)
 
 
-def needs_lr(given: Mapping[str, Any]) -> bool:
+def needs_lr(settings: Mapping[str, Any]) -> bool:
     """Whether a schedule scales the optimizer's rate."""
-    return given.get("warmup_max_lr", 0) is None or "cos_min_ratio" in given or "alpha_f" in given
+    return settings.get("warmup_max_lr", 0) is None or "cos_min_ratio" in settings or "alpha_f" in settings
 
 
-def schedule_of_deepspeed(draft: TranslationBuilder, key: str, kind: str, given: Mapping[str, Any]) -> None:
+def schedule_of_deepspeed(draft: TranslationBuilder, key: str, kind: str, settings: Mapping[str, Any]) -> None:
     """Reads the type and the arguments of a DeepSpeed scheduler."""
     if kind not in SCHEDULERS:
         moves = "it moves momentum too, which is a number here"
-        why = moves if kind == "OneCycle" else "a function of the step is yours"
-        draft.row(f"{key}.type", kind, "missing", f"not there: {why}")
-        for name, argument in given.items():
+        reason = moves if kind == "OneCycle" else "a function of the step is yours"
+        draft.row(f"{key}.type", kind, "missing", f"not there: {reason}")
+        for name, argument in settings.items():
             draft.row(f"{key}.params.{name}", argument, "open", "an argument of that scheduler")
         return
     draft.row(f"{key}.type", kind, "becomes", "a function of the step")
@@ -227,11 +227,11 @@ def schedule_of_deepspeed(draft: TranslationBuilder, key: str, kind: str, given:
     for name in defaults:
         fact = {f"schedule.{name}": _READERS.get(name, number)}
         table[name] = sets("a number in that function", name=name, about=f"of {kind}", **fact)
-    read(draft, f"{key}.params", given, Section(table, kind))
+    read(draft, f"{key}.params", settings, Section(table, kind))
     values = {name: draft.get(f"schedule.{name}", default) for name, default in defaults.items()}
     if values.get("total_num_steps", 0) is None:
         raise TranslateError(f"{key}.params: {kind} has no total_num_steps")
-    draft.say("schedule", (kind, values), f"{key}.type", *(f"{key}.params.{name}" for name in given))
+    draft.say("schedule", (kind, values), f"{key}.type", *(f"{key}.params.{name}" for name in settings))
 
 
 def steps_of(value: Any, total: int | None = None) -> int | None:
@@ -244,20 +244,20 @@ def steps_of(value: Any, total: int | None = None) -> int | None:
     return int(float(match[1]) * (1 if match[2] == "ba" else total or 0))
 
 
-def schedule_of_composer(draft: TranslationBuilder, key: str, given: Mapping[str, Any], total: int | None) -> None:
+def schedule_of_composer(draft: TranslationBuilder, key: str, settings: Mapping[str, Any], total: int | None) -> None:
     """Reads the mapping of a Composer scheduler; `total` is the number of steps of the run."""
-    name, warmup = given["name"], steps_of(given.get("t_warmup", 0), total)
-    steps = steps_of(given.get("t_max", "1dur"), total)
+    name, warmup = settings["name"], steps_of(settings.get("t_warmup", 0), total)
+    steps = steps_of(settings.get("t_max", "1dur"), total)
     readable = name in _COMPOSER and warmup is not None and (steps is not None or name == "constant_with_warmup")
-    readable = readable and given.get("alpha_i", 1.0) in (1, 1.0) and not given.get("scale_warmup", False)
-    why = f"not {'in batches' if name in _COMPOSER else 'there'}: a function of the step is yours"
-    for argument, value in given.items():
+    readable = readable and settings.get("alpha_i", 1.0) in (1, 1.0) and not settings.get("scale_warmup", False)
+    reason = f"not {'in batches' if name in _COMPOSER else 'there'}: a function of the step is yours"
+    for argument, value in settings.items():
         if argument not in ("name", "t_warmup", "t_max", "alpha_f", "alpha_i", "alpha", "scale_warmup"):
             draft.row(f"{key}.{argument}", value, "unknown", "no key of a scheduler that is known here")
         else:
-            text = "a function of the step" if readable else why
+            text = "a function of the step" if readable else reason
             draft.row(f"{key}.{argument}", value, "becomes" if readable else "open", text)
     if readable:
-        alpha = number(f"{key}.alpha_f", given.get("alpha_f", 0.0))
+        alpha = number(f"{key}.alpha_f", settings.get("alpha_f", 0.0))
         numbers = {"warmup": warmup, "steps": max(steps or 0, warmup or 0), "alpha_f": alpha}
-        draft.say("schedule", (name, numbers), *(f"{key}.{argument}" for argument in given))
+        draft.say("schedule", (name, numbers), *(f"{key}.{argument}" for argument in settings))

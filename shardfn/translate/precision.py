@@ -52,21 +52,21 @@ ADAPTING: Table = {
 SCALING: Table = {**ADAPTING, **{name: meaning for name, (meaning, _) in _NOT_SCALED.items()}}
 
 
-def where_adapting(draft: TranslationBuilder, prefix: str, given: dict[str, Any]) -> None:
+def where_adapting(draft: TranslationBuilder, prefix: str, settings: dict[str, Any]) -> None:
     """Takes out the keys that have no effect with a fixed scale."""
-    scale = given.get("loss_scale", 0)
+    scale = settings.get("loss_scale", 0)
     for name in ("initial_scale_power", "loss_scale_window"):
-        if name in given and not is_open(scale) and positive(f"{prefix}loss_scale", scale):
-            draft.row(f"{prefix}{name}", given.pop(name), "always", "of no effect with a fixed loss_scale")
+        if name in settings and not is_open(scale) and positive(f"{prefix}loss_scale", scale):
+            draft.row(f"{prefix}{name}", settings.pop(name), "always", "of no effect with a fixed loss_scale")
 
 
-def defaults(draft: TranslationBuilder, prefix: str, given: dict[str, Any]) -> None:
+def defaults(draft: TranslationBuilder, prefix: str, settings: dict[str, Any]) -> None:
     """If the scale adapts, adds DeepSpeed's defaults that differ from those of so.loss_scaled."""
-    if draft.get("scaled") is None or draft.get("fixed") or is_open(given.get("loss_scale")):
+    if draft.get("scaled") is None or draft.get("fixed") or is_open(settings.get("loss_scale")):
         return
     draft.facts.setdefault("every", 1000)
     for name, (meaning, default) in _NOT_SCALED.items():
-        if name not in given:
+        if name not in settings:
             draft.row(f"{prefix}{name}", f"{default}, the default", "missing", meaning.text)
 
 
@@ -136,12 +136,12 @@ POLICY: Table = {
 def _policy(switch: str) -> Section:
     """The section of a policy; `switch` is the argument that says whether the model's inputs are cast."""
 
-    def after(draft: TranslationBuilder, prefix: str, given: dict[str, Any]) -> None:
+    def after(draft: TranslationBuilder, prefix: str, settings: dict[str, Any]) -> None:
         if draft.get("gather_dtype") and not draft.get("reduce_dtype"):
             draft.say("reduce_dtype", draft.get("gather_dtype"), f"{prefix}param_dtype")
-        if "param_dtype" in given:
-            cast = "cast_root_forward_inputs" if "buffer_dtype" in given else switch
-            draft.put("cast_inputs", given.get(cast, True) is not False)
+        if "param_dtype" in settings:
+            cast = "cast_root_forward_inputs" if "buffer_dtype" in settings else switch
+            draft.put("cast_inputs", settings.get(cast, True) is not False)
 
     return Section(POLICY, "MixedPrecision", after=after)
 

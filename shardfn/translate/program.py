@@ -81,19 +81,20 @@ def _axes(cut: str) -> tuple[str, ...]:
 
 def _mesh(draft: TranslationBuilder) -> Iterator[_Line]:
     names, tensor, ranks = _axes(draft.get("cut")), draft.get("tensor", 1), draft.get("ranks")
-    here = ranks // tensor if ranks and ranks % tensor == 0 else None
+    data_ranks = ranks // tensor if ranks and ranks % tensor == 0 else None
     replica, shard = draft.get("replica"), draft.get("shard")
     if len(names) == 3:
         yield f"gpus = {_LOCAL}", ()
         sizes: dict[str, Any] = {"replica": -1, "node": f"{shard} // gpus", "gpu": "gpus"}
     elif len(names) == 2:
         if replica is None:
-            replica = here // shard if here and shard and here % shard == 0 else -1
+            replica = data_ranks // shard if data_ranks and shard and data_ranks % shard == 0 else -1
         if shard is None:
-            shard = _LOCAL if replica == -1 else here // replica if here and here % replica == 0 else -1
+            divides = data_ranks and data_ranks % replica == 0
+            shard = _LOCAL if replica == -1 else data_ranks // replica if divides else -1
         sizes = {"replica": replica, "shard": shard}
     else:
-        sizes = {names[0]: here or shard or -1}
+        sizes = {names[0]: data_ranks or shard or -1}
     arguments = [f"{name}={size}" for name, size in sizes.items()]
     arguments += [f"tensor={tensor}"] if tensor > 1 else []
     arguments += ['device="cpu"'] if draft.get("cpu") else []
@@ -156,14 +157,15 @@ def _options(draft: TranslationBuilder) -> Iterator[_Line]:
 
 
 def _optimizer(draft: TranslationBuilder) -> Iterator[_Line]:
-    make, given, scheduled = draft.get("optimizer"), dict(draft.get("optimizer_params", {})), draft.get("schedule")
+    make, scheduled = draft.get("optimizer"), draft.get("schedule")
+    hyperparameters = dict(draft.get("optimizer_params", {}))
     if scheduled:
-        if "lr" not in given and optimizers.needs_lr(scheduled[1]):
-            given["lr"] = draft.name("lr", "the learning rate")
+        if "lr" not in hyperparameters and optimizers.needs_lr(scheduled[1]):
+            hyperparameters["lr"] = draft.name("lr", "the learning rate")
         yield "\n", ()
         name, numbers = scheduled
-        yield optimizers.rate(name, numbers, given.get("lr")) + "\n\n", ("schedule",)
-        given["lr"] = UndefinedName("rate")
+        yield optimizers.rate(name, numbers, hyperparameters.get("lr")) + "\n\n", ("schedule",)
+        hyperparameters["lr"] = UndefinedName("rate")
     if draft.get("decayed"):
         decay = f"    return {draft.get('decayed')} * (len(shape) > 1)"
         if not scheduled:
@@ -173,10 +175,10 @@ def _optimizer(draft: TranslationBuilder) -> Iterator[_Line]:
         rate = "; its learning rate is the function rate" if scheduled else ""
         draft.name("optimizer", f"{_ABOUT['optimizer']}{rate}")
     elif "." in make:
-        yield f"optimizer = so.from_torch({make}{_more(given)})", ("optimizer", "optimizer_params")
+        yield f"optimizer = so.from_torch({make}{_more(hyperparameters)})", ("optimizer", "optimizer_params")
     else:
         state = {"state_dtype": UndefinedName(draft.get("state_dtype"))} if draft.get("state_dtype") else {}
-        line = f"optimizer = so.{make}({given.pop('lr')}{_more({**given, **state})})"
+        line = f"optimizer = so.{make}({hyperparameters.pop('lr')}{_more({**hyperparameters, **state})})"
         yield line, ("optimizer", "optimizer_params", "state_dtype")
     for fact, call in (("clip", "clip_by_global_norm"), ("clip_value", "clip_by_value")):
         if draft.get(fact) is not None:
@@ -199,10 +201,10 @@ def _code(value: Any) -> str:
     return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
-def _more(given: dict[str, Any]) -> str:
+def _more(settings: dict[str, Any]) -> str:
     """Further arguments of a call, each after a comma."""
     arguments: dict[str, str] = {}
-    for name, value in given.items():
+    for name, value in settings.items():
         if name == "betas":
             is_name = isinstance(value, UndefinedName)
             arguments |= {f"b{i + 1}": f"{value}[{i}]" if is_name else _code(value[i]) for i in (0, 1)}
@@ -231,36 +233,36 @@ def _loss(draft: TranslationBuilder) -> Iterator[_Line]:
     elif _many(draft) and count != "micro_batches":
         yield f"micro_batches = {count}", ("accumulate",)
     if total and micro:
-        said = next((key.rpartition(".")[2] for key in draft.of("train_batch")), "train_batch_size")
-        error = f'raise ValueError("{said} is not what this mesh makes")'
+        key_name = next((key.rpartition(".")[2] for key in draft.of("train_batch")), "train_batch_size")
+        error = f'raise ValueError("{key_name} is not what this mesh makes")'
         yield f"if {total} != {product}:\n    {error}", ("train_batch", "micro_batch")
     tokens, scaled, autocast = draft.get("tokens"), bool(draft.get("scaled")), draft.get("autocast")
-    what = "each token counts once" if tokens == "all" else "the mean over ranks and micro-batches"
-    extra = "".join(f"{name}, " for name, yes in (("tokens", tokens), ("scale", scaled)) if yes)
-    yield f"\n\ndef loss(params, {extra}*batch):  # {what}, as there", ()
-    own = f"{'total' if tokens else 'mean'}(model, params, *batch)" + (".float()" if autocast or scaled else "")
+    comment = "each token counts once" if tokens == "all" else "the mean over ranks and micro-batches"
+    extra = "".join(f"{name}, " for name, is_used in (("tokens", tokens), ("scale", scaled)) if is_used)
+    yield f"\n\ndef loss(params, {extra}*batch):  # {comment}, as there", ()
+    local_loss = f"{'total' if tokens else 'mean'}(model, params, *batch)" + (".float()" if autocast or scaled else "")
     if autocast:
         yield f"    with torch.autocast(mesh.device_type, {autocast}):", ("autocast",)
-        yield f"        own = {own}", ()
-        own = "own"
+        yield f"        own = {local_loss}", ()
+        local_loss = "own"
     summed = tokens == "all" or draft.get("divide") or not draft.get("mean", True)
-    own = f"{own} / tokens" if tokens == "own" else own
+    local_loss = f"{local_loss} / tokens" if tokens == "own" else local_loss
     parts = " / tokens" if tokens == "all" else " / micro_batches" if _many(draft) and not tokens else ""
     parts += f" / {draft.get('divide')}" if draft.get("divide") else ""
-    reduced = f"sf.{'psum' if summed else 'pmean'}({own}, DATA){parts}{' * scale' if scaled else ''}"
+    reduced = f"sf.{'psum' if summed else 'pmean'}({local_loss}, DATA){parts}{' * scale' if scaled else ''}"
     yield f"    return {reduced}", ("mean", "tokens", "divide")
 
 
 def _step(draft: TranslationBuilder) -> Iterator[_Line]:
     tokens, scaled = draft.get("tokens"), bool(draft.get("scaled"))
-    whole = [name for name, yes in (("tokens", tokens), ("scale", scaled)) if yes]
+    extra_names = [name for name, is_used in (("tokens", tokens), ("scale", scaled)) if is_used]
     yield "\n\n@sf.shard_map(mesh=mesh, in_specs=..., out_specs=(P(), ...))", ()
     yield f"def gradient(params, batch{', scale' if scaled else ''}):", ()
     if tokens:
         yield f"    tokens = {'count(*batch)' if tokens == 'own' else 'sf.psum(count(*batch), DATA)'}", ()
-    if whole:
-        yield f"\n    def whole(params, *batch):\n        return loss(params, {', '.join(whole)}, *batch)\n", ()
-    function = "whole" if whole else "loss"
+    if extra_names:
+        yield f"\n    def whole(params, *batch):\n        return loss(params, {', '.join(extra_names)}, *batch)\n", ()
+    function = "whole" if extra_names else "loss"
     if _many(draft):
         yield f"    return sf.accumulate({function}, batch, micro=micro_batches)(params)", ()
     else:

@@ -17,7 +17,7 @@ from shardfn.translate.values import SourceCall, SourceExpression, TranslateErro
 
 @dataclass(frozen=True)
 class Meaning:
-    """What one key means, whatever its value.
+    """The meaning of one key, whatever its value.
 
     Attributes:
         status, text: of its row.
@@ -111,9 +111,9 @@ def sets(text: str, *, off: str | None = None, name: str | None = None, about: s
     return Meaning("becomes", text, facts, (), off, name, about)
 
 
-def flag(yes: Meaning | Section | Reader, no: Meaning | Section | Reader) -> By:
+def flag(if_true: Meaning | Section | Reader, if_false: Meaning | Section | Reader) -> By:
     """The meanings of true and false."""
-    return By({**each("true yes 1", yes), **each("false no none 0", no)}, said="true or false")
+    return By({**each("true yes 1", if_true), **each("false no none 0", if_false)}, said="true or false")
 
 
 def each(names: str, meaning: Any) -> dict[str, Any]:
@@ -128,8 +128,8 @@ def read(draft: TranslationBuilder, key: str, value: Any, section: Section) -> N
         TranslateError: a key cannot have its value, or two contradict each other.
     """
     switch = section.switch
-    given = draft.settings(key, {switch: value} if switch and isinstance(value, bool) else value)
-    if given is None:
+    settings = draft.settings(key, {switch: value} if switch and isinstance(value, bool) else value)
+    if settings is None:
         return
     prefix = f"{key}." if key else ""
     if section.kind:
@@ -137,20 +137,20 @@ def read(draft: TranslationBuilder, key: str, value: Any, section: Section) -> N
     if section.itself and isinstance(value, SourceCall):
         meant(draft, key, value, section.itself)
     is_on = True
-    if switch and is_open(given.get(switch)):
-        draft.open(f"{prefix}{switch}", given.pop(switch), "the rest is as if it were off")
+    if switch and is_open(settings.get(switch)):
+        draft.open(f"{prefix}{switch}", settings.pop(switch), "the rest is as if it were off")
         is_on = False
     elif switch:
-        is_on = on(f"{prefix}{switch}", given.get(switch))
+        is_on = on(f"{prefix}{switch}", settings.get(switch))
     if not is_on:
         section = Section(each(" ".join(section.table), always("switched off, as without it")), section.owner)
     if section.before:
-        section.before(draft, prefix, given)
+        section.before(draft, prefix, settings)
     first, last = section.first.split(), section.last.split()
-    for name in dict.fromkeys([*first, *(name for name in given if name not in last), *last]):
-        if name not in given:
+    for name in dict.fromkeys([*first, *(name for name in settings if name not in last), *last]):
+        if name not in settings:
             continue
-        setting, meaning = given[name], section.table.get(str(name))
+        setting, meaning = settings[name], section.table.get(str(name))
         if meaning is not None:
             meant(draft, f"{prefix}{name}", setting, meaning)
         elif isinstance(setting, SourceExpression) and not str(name).isidentifier():
@@ -162,7 +162,7 @@ def read(draft: TranslationBuilder, key: str, value: Any, section: Section) -> N
     if section.cut:
         draft.facts.setdefault("cut", section.cut)
     if section.after:
-        section.after(draft, prefix, given)
+        section.after(draft, prefix, settings)
 
 
 def meant(draft: TranslationBuilder, key: str, value: Any, meaning: Meaning | By | Section | Reader) -> None:
@@ -184,8 +184,8 @@ def meant(draft: TranslationBuilder, key: str, value: Any, meaning: Meaning | By
         elif meaning.name is None:
             draft.open(key, value, f"with one it is {text}")
         else:
-            here = f"its value is not in the file: the program has the name {meaning.name} for it; {text}"
-            draft.row(key, value, "open", here)
+            note = f"its value is not in the file: the program has the name {meaning.name} for it; {text}"
+            draft.row(key, value, "open", note)
             for fact in meaning.facts:
                 draft.say(fact, draft.name(meaning.name, meaning.about or key), key)
     else:
@@ -202,7 +202,7 @@ def meant(draft: TranslationBuilder, key: str, value: Any, meaning: Meaning | By
 def _by(draft: TranslationBuilder, key: str, value: Any, meaning: By) -> None:
     spelled = {choice.upper(): match for choice, match in meaning.choices.items()}
     words = (f"{value.name.upper()}()",) if isinstance(value, SourceCall) else spellings(value)
-    match = next((spelled[given] for given in words if given in spelled), None)
+    match = next((spelled[spelling] for spelling in words if spelling in spelled), None)
     choices_text = meaning.said or f"one of {', '.join(meaning.choices)}"
     if match is None and is_open(value) and (meaning.said or meaning.otherwise is None):
         draft.open(key, value, f"it is {choices_text}")

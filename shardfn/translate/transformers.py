@@ -186,8 +186,8 @@ def translate(
     draft: TranslationBuilder, call: SourceCall, trainer: Mapping[str, Any], linked: Callable[[str], dict[str, Any]]
 ) -> None:
     """Reads the arguments of a trainer; `linked` reads a file that they name."""
-    given, values = dict(call.arguments), {**DEFAULTS, **_OWN.get(call.name, {}), **call.arguments}
-    config, sharded = given.pop("deepspeed", None), _sharded(draft, given, linked)
+    explicit, values = dict(call.arguments), {**DEFAULTS, **_OWN.get(call.name, {}), **call.arguments}
+    config, sharded = explicit.pop("deepspeed", None), _sharded(draft, explicit, linked)
     if config is not None and sharded is not None:
         raise TranslateError("fsdp and deepspeed: two strategies in one file; leave one of them")
     if sharded is not None:
@@ -196,16 +196,16 @@ def translate(
         draft.put("kind", "deepspeed")
         config = mapping(draft, "deepspeed", config, linked)
         read(draft, "deepspeed", _filled(draft, config, values, ""), deepspeed.FILE)
-    read(draft, "", given, Section(TABLE, call.name))
+    read(draft, "", explicit, Section(TABLE, call.name))
     for key, fact in _SHOWN.items():
-        if key not in given and values.get(key) and fact not in draft.facts:
+        if key not in explicit and values.get(key) and fact not in draft.facts:
             count = len(draft.rows)
             read(draft, "", {key: values[key]}, Section(TABLE))
             draft.rows[count:] = [replace(row, value=f"{row.value}, the default") for row in draft.rows[count:]]
     if draft.get("optimizer") is None:
-        _optimizer(draft, values, given)
+        _optimizer(draft, values, explicit)
     if draft.get("schedule") is None:
-        _schedule(draft, values, given)
+        _schedule(draft, values, explicit)
     read(draft, "", trainer, Section(TRAINER, "Trainer"))
 
 
@@ -222,11 +222,11 @@ def mapping(
 
 
 def _sharded(
-    draft: TranslationBuilder, given: dict[str, Any], linked: Callable[[str], dict[str, Any]]
+    draft: TranslationBuilder, explicit: dict[str, Any], linked: Callable[[str], dict[str, Any]]
 ) -> dict[str, Any] | None:
     """`fsdp=` and `fsdp_config=` together, under the names of `fsdp_config`; None if nothing is sharded."""
-    mode, config = given.pop("fsdp", None), given.pop("fsdp_config", None)
-    old = {key: given.pop(f"fsdp_{key}", None) for key in ("min_num_params", "transformer_layer_cls_to_wrap")}
+    mode, config = explicit.pop("fsdp", None), explicit.pop("fsdp_config", None)
+    old = {key: explicit.pop(f"fsdp_{key}", None) for key in ("min_num_params", "transformer_layer_cls_to_wrap")}
     if is_open(mode) and not isinstance(mode, str):
         draft.open("fsdp", mode, "the strategy")
         return {}
@@ -253,7 +253,7 @@ def _sharded(
 
 
 def _auto(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What `"auto"` stands for in a DeepSpeed file that Transformers reads."""
+    """The values of `"auto"` in a DeepSpeed file that Transformers reads."""
     warmup = values["warmup_steps"]
     return {
         "train_micro_batch_size_per_gpu": values["per_device_train_batch_size"],
@@ -273,14 +273,14 @@ def _auto(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _filled(
-    draft: TranslationBuilder, config: Mapping[str, Any], own: Mapping[str, Any], prefix: str
+    draft: TranslationBuilder, config: Mapping[str, Any], arguments: Mapping[str, Any], prefix: str
 ) -> dict[str, Any]:
     """A file in which every `"auto"` that stands for an argument of the trainer is replaced by its value."""
-    values, filled = _auto(own), {}
+    values, filled = _auto(arguments), {}
     for key, x in config.items():
         path = f"{prefix}{key}"
         if isinstance(x, Mapping):
-            filled[key] = _filled(draft, x, own, f"{path}.")
+            filled[key] = _filled(draft, x, arguments, f"{path}.")
         elif is_auto(x) and path == "train_batch_size":
             text = "the product of ranks, micro-batches and rows of each"
             draft.row("deepspeed.train_batch_size", x, "always", text)
@@ -289,9 +289,9 @@ def _filled(
     return filled
 
 
-def _optimizer(draft: TranslationBuilder, values: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+def _optimizer(draft: TranslationBuilder, values: Mapping[str, Any], explicit: Mapping[str, Any]) -> None:
     """Adds the optimizer that Trainer makes from the arguments or their defaults."""
-    make = draft.get("optim", None if "optim" in given else "adamw")
+    make = draft.get("optim", None if "optim" in explicit else "adamw")
     lr, decay, eps, b1, b2 = (draft.get(fact, values[key]) for key, fact in _ADAM.items())
     arguments: dict[str, Any] = {"lr": lr}
     draft.put("optimizer_params", arguments, *draft.of(*_ADAM.values()))
@@ -308,15 +308,15 @@ def _optimizer(draft: TranslationBuilder, values: Mapping[str, Any], given: Mapp
         arguments["weight_decay"] = UndefinedName("decay") if draft.get("decayed") else decay
 
 
-def _schedule(draft: TranslationBuilder, values: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    kind = draft.get("scheduler", None if "lr_scheduler_type" in given else values["lr_scheduler_type"])
+def _schedule(draft: TranslationBuilder, values: Mapping[str, Any], explicit: Mapping[str, Any]) -> None:
+    kind = draft.get("scheduler", None if "lr_scheduler_type" in explicit else values["lr_scheduler_type"])
     keys = draft.of("scheduler", "warmup_steps", "warmup_ratio", "steps")
     if kind == "constant":
         draft.put("optimizer_params", draft.get("optimizer_params"), *keys)
     if kind in (None, "constant"):
         return
     if draft.get("steps") is None:
-        max_steps = given.get("max_steps", "not said")
+        max_steps = explicit.get("max_steps", "not said")
         draft.row("max_steps", max_steps, "open", "the steps of the run: the program has the name steps")
         draft.put("steps", draft.name("steps", "of the whole run"))
     steps, ratio = draft.get("warmup_steps", 0.0), draft.get("warmup_ratio", 0.0)

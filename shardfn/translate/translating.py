@@ -61,9 +61,9 @@ def translate(path: str | os.PathLike[str]) -> Translation:
             fsdp.beside(draft, calls_read)
             beside.rows(draft, calls_read, used, modules, fsdp.BESIDE)
         else:
-            given = mapping_of(file)
-            system = system_of(given, str(file), _FILES)
-            read(draft, "", linked(given, file) if system == "Accelerate" else given, _FILES[system])
+            config = mapping_of(file)
+            system = system_of(config, str(file), _FILES)
+            read(draft, "", linked(config, file) if system == "Accelerate" else config, _FILES[system])
         settle(draft)
         text = program(draft)
     except RecursionError:
@@ -89,22 +89,23 @@ def _called(
     differing = fsdp.differ(torch)
     if several or len(trainers) > 1 or differing:
         lines = listed(f"{call.name} in line {call.line}" for call in [*strategies, *plugins, *torch, *trainers])
-        why = f", which differ in {listed(differing)}" if differing else ""
-        raise TranslateError(f"two strategies in one file: {lines}{why}; leave one of them")
+        difference = f", which differ in {listed(differing)}" if differing else ""
+        raise TranslateError(f"two strategies in one file: {lines}{difference}; leave one of them")
     trainer = trainers[0].arguments if trainers else {}
     if arguments or "args" in trainer or any(call.name in transformers.TRAINERS for call in trainers):
         if len(arguments) != 1:
             lines = listed(f"{call.name} in line {call.line}" for call in arguments)
-            found = f"{lines}; leave one of them" if arguments else f"none of {listed(sorted(transformers.ARGUMENTS))}"
-            raise TranslateError(f"a Trainer of Transformers takes one set of arguments, and there is {found}")
+            none = f"none of {listed(sorted(transformers.ARGUMENTS))}"
+            listing = f"{lines}; leave one of them" if arguments else none
+            raise TranslateError(f"a Trainer of Transformers takes one set of arguments, and there is {listing}")
         transformers.translate(draft, arguments[0], trainer, lambda name: mapping_of(near(file, name)))
         return "Transformers", [*trainers, *arguments]
     if plugins or accelerators:
         for plugin in plugins:
             read(draft, "", plugin, accelerate.PLUGINS[plugin.name])
-        given = {key: x for call in accelerators for key, x in call.arguments.items() if key not in _READ_BEFORE}
+        settings = {key: x for call in accelerators for key, x in call.arguments.items() if key not in _READ_BEFORE}
         cut = "zero2" if draft.get("kind") == "deepspeed" else "ddp"
-        read(draft, "", given, Section(accelerate.ACCELERATOR, "Accelerator", cut=cut))
+        read(draft, "", settings, Section(accelerate.ACCELERATOR, "Accelerator", cut=cut))
         return "Accelerate", [*plugins, *accelerators]
     if trainers and not strategies and _is_composer(trainer, imported):
         read(draft, "", trainer, composer.FILE)
@@ -138,19 +139,19 @@ _ENGINE = {
 
 def _engine(draft: TranslationBuilder, file: Path, call: SourceCall) -> None:
     """Reads deepspeed.initialize, whose `config` is a dict, or names a file."""
-    given = dict(call.arguments)
-    config = given.pop("config", given.pop("config_params", None))
+    settings = dict(call.arguments)
+    config = settings.pop("config", settings.pop("config_params", None))
     if config is None:
         draft.row("config", "not said", "open", "of the command line, by args: translate that file")
     keys = transformers.mapping(draft, "config", config, lambda name: mapping_of(near(file, name)))
     read(draft, "", keys, deepspeed.FILE)
-    read(draft, "", given, Section(_ENGINE, "deepspeed.initialize", cut="ddp"))
+    read(draft, "", settings, Section(_ENGINE, "deepspeed.initialize", cut="ddp"))
 
 
-def _is_composer(given: Mapping[str, Any], imported: set[str]) -> bool:
+def _is_composer(arguments: Mapping[str, Any], imported: set[str]) -> bool:
     if {"composer", "llmfoundry"} & imported or {"lightning", "pytorch_lightning"} & imported:
         return bool({"composer", "llmfoundry"} & imported)
-    return bool({"parallelism_config", "fsdp_config", "max_duration", "device_train_microbatch_size"} & set(given))
+    return bool({"parallelism_config", "fsdp_config", "max_duration", "device_train_microbatch_size"} & set(arguments))
 
 
 # --- files ---
@@ -223,12 +224,12 @@ def _yaml(path: Path, text: str) -> Any:
         """Refuses a key that stands twice; the base class silently takes the last one."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            seen: set[str] = set()
+            keys: set[str] = set()
             for key, _ in node.value:
-                if isinstance(key.value, str) and key.value in seen:
+                if isinstance(key.value, str) and key.value in keys:
                     line = node.start_mark.line + 1
                     raise TranslateError(f"{path}: line {line}: the key {key.value} stands twice")
-                seen.add(str(key.value))
+                keys.add(str(key.value))
             return super().construct_mapping(node, deep)
 
     try:
@@ -239,16 +240,17 @@ def _yaml(path: Path, text: str) -> Any:
         raise TranslateError(f"{path}: {where}not YAML: {getattr(error, 'problem', error)}") from None
 
 
-def system_of(given: Mapping[str, Any], where: str, systems: Mapping[str, Section]) -> str:
+def system_of(config: Mapping[str, Any], where: str, systems: Mapping[str, Section]) -> str:
     """The system whose configuration a mapping is.
 
     Raises:
         TranslateError: it is none of these systems', or two systems'.
     """
     plugin, parallel = (
-        set(x) if isinstance(x, Mapping) else set() for x in (given.get("fsdp_config"), given.get("parallelism_config"))
+        set(x) if isinstance(x, Mapping) else set()
+        for x in (config.get("fsdp_config"), config.get("parallelism_config"))
     )
-    matches = {name for name, keys in _OWN.items() if set(keys.split()) & set(given)}
+    matches = {name for name, keys in _OWN.items() if set(keys.split()) & set(config)}
     if any(str(key).startswith("fsdp_") for key in plugin):
         matches.add("Accelerate")
     elif plugin & set(composer.FSDP):
@@ -258,39 +260,39 @@ def system_of(given: Mapping[str, Any], where: str, systems: Mapping[str, Sectio
     if len(matches) > 1:
         whose = listed((name for name in systems if name in matches), separator=" and ")
         raise TranslateError(f"{where}: two strategies in one file, those of {whose}; leave one of them")
-    return matches.pop() if matches else _likeliest(given, where, systems)
+    return matches.pop() if matches else _likeliest(config, where, systems)
 
 
-def _likeliest(given: Mapping[str, Any], where: str, systems: Mapping[str, Section]) -> str:
+def _likeliest(config: Mapping[str, Any], where: str, systems: Mapping[str, Section]) -> str:
     """The system that knows most of the keys, where none is specific to one system."""
-    counts = {name: sum(key in section.table for key in given) for name, section in systems.items()}
+    counts = {name: sum(key in section.table for key in config) for name, section in systems.items()}
     best = [name for name, count in counts.items() if count == max(counts.values())]
-    typed = [x for x in (given.get("optimizer"), given.get("scheduler")) if isinstance(x, Mapping)]
+    typed = [x for x in (config.get("optimizer"), config.get("scheduler")) if isinstance(x, Mapping)]
     if len(best) > 1 and typed:
         best = ["DeepSpeed"] if all("type" in x for x in typed) else ["Composer"]
     if len(best) > 1 or not counts[best[0]]:
-        names = ", ".join(list(map(str, given))[:5])
+        names = ", ".join(list(map(str, config))[:5])
         raise TranslateError(f"{where}: no configuration that is known here, by its keys: {names}; FILE is {SYSTEMS}")
     return best[0]
 
 
 def near(path: Path, name: str) -> Path:
     """The file that another one names: next to it, or at the path itself."""
-    beside = path.parent / name
-    return beside if beside.is_file() else Path(name)
+    sibling = path.parent / name
+    return sibling if sibling.is_file() else Path(name)
 
 
-def linked(given: dict[str, Any], path: Path) -> dict[str, Any]:
+def linked(config: dict[str, Any], path: Path) -> dict[str, Any]:
     """The configuration with the contents of the file that deepspeed_config_file names in place of its name.
 
     Raises:
         TranslateError: the file is not there, leads back, or contradicts the configuration.
     """
-    section = given.get("deepspeed_config")
+    section = config.get("deepspeed_config")
     section = section if isinstance(section, Mapping) else {}
     name = section.get("deepspeed_config_file")
     if not isinstance(name, str) or name.strip().lower() == "none":
-        return given
+        return config
     file = near(path, name)
     if file.exists() and path.exists() and file.samefile(path):
         raise TranslateError(f"{path}: deepspeed_config_file leads back to the file itself")
@@ -303,4 +305,4 @@ def linked(given: dict[str, Any], path: Path) -> dict[str, Any]:
     for key in repeated:
         if inside.get(key, section[key]) not in (section[key], "auto"):
             raise TranslateError(f"{path}: deepspeed_config.{key} and {file} contradict each other")
-    return {**given, "deepspeed_config": {**section, "deepspeed_config_file": contents}}
+    return {**config, "deepspeed_config": {**section, "deepspeed_config_file": contents}}

@@ -29,7 +29,7 @@ class TranslateError(ValueError):
 
 @dataclass(frozen=True)
 class SourceExpression:
-    """A Python expression that is not a literal, as it is written."""
+    """A Python expression that is not a literal, as source text."""
 
     text: str
 
@@ -88,24 +88,24 @@ def on(key: str, value: Any) -> bool:
     return word(value) in ("TRUE", "YES", "1")
 
 
-def whole(key: str, value: Any, least: int = 1) -> int:
-    """A whole number of at least `least`, which may be written as 5e8."""
+def whole(key: str, value: Any, minimum: int = 1) -> int:
+    """A whole number of at least `minimum`, which may be written as 5e8."""
     x = number(key, value)
-    if x != int(x) or x < least:
-        raise TranslateError(f"{key}: {shown(value)} is not a whole number of {least} or more")
+    if x != int(x) or x < minimum:
+        raise TranslateError(f"{key}: {shown(value)} is not a whole number of {minimum} or more")
     return int(x)
 
 
-def number(key: str, value: Any, least: float = 0.0) -> float:
-    """A number of at least `least`; YAML reads 1e-4 as a string."""
+def number(key: str, value: Any, minimum: float = 0.0) -> float:
+    """A number of at least `minimum`; YAML reads 1e-4 as a string."""
     try:
         if isinstance(value, bool):
             raise TypeError
         x = float(value)
     except (TypeError, ValueError):
         raise TranslateError(f"{key}: {shown(value)} is not a number") from None
-    if not math.isfinite(x) or x < least:
-        raise TranslateError(f"{key}: {shown(value)} is not a number of {least:g} or more")
+    if not math.isfinite(x) or x < minimum:
+        raise TranslateError(f"{key}: {shown(value)} is not a number of {minimum:g} or more")
     return x
 
 

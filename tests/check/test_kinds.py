@@ -55,7 +55,7 @@ def test_another_thread_reads_a_line_while_this_one_is_read(tmp_path: Path) -> N
     gc.callbacks.append(collected)
     gc.set_threshold(5)
     try:
-        read = {(site.given, site.target) for _ in range(5)}
+        read = {(site.first_argument, site.target) for _ in range(5)}
     finally:
         gc.callbacks.remove(collected)
         gc.set_threshold(*before)
@@ -252,7 +252,7 @@ def test_rows_that_all_ranks_have_whole_are_the_one_finding_although_their_numbe
 def test_a_message_is_short_whatever_the_tree(many: int, probably: bool) -> None:
     path = "params" + "['a_block_with_a_long_name']" * 100
     found = [findings.Finding("gradient", ("data",), path, "", "", f"{path} varies: fix {i}") for i in range(many)]
-    message = findings.said("a" * 5000, tuple(found), probably)
+    message = findings.findings_message("a" * 5000, tuple(found), probably)
     assert len(message) <= 2000
     assert "fix 0" in message
     assert many == 1 or f"{many} findings" in message

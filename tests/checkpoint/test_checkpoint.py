@@ -358,7 +358,7 @@ def wrong(folder: str) -> dict[str, Any]:
 WRONG: dict[str, tuple[str | tuple[str, str], list[str]]] = {
     "exists": ("FileExistsError", ["there exists", "overwrite=True"]),
     "no checkpoint": ("FileExistsError", ["folder exists", "not a checkpoint"]),
-    "keep": ("ValueError", ["keep=0"]),
+    "keep": ("ValueError", ["keep must be the number"]),
     "leaf": ("TypeError", ["f is builtins.builtin_function_or_method", "d is torch.dtype"]),
     "twice": ("ValueError", ["'a.b'"]),
     "number": ("ValueError", ["loss", "float 0.0", "float 1.0", "ByRank"]),
@@ -471,7 +471,7 @@ def test_a_process_that_dies_while_it_replaces_a_checkpoint_leaves_one(tmp_path:
         path = tmp_path / "best"
         for at in range(2):
             checkpoint.save(path, simple(1, at=at), overwrite=True)
-        path.rename(folders.aside(path, "replaced"))  # as between the two names that are changed
+        path.rename(folders.staging_path(path, "replaced"))  # as between the two names that are changed
         assert checkpoint.latest(tmp_path) == path
         found = checkpoint.load(path, simple(1, at=0))["at"]
         checkpoint.save(path, simple(1, at=2), overwrite=True)
@@ -796,7 +796,7 @@ def test_tensors_that_are_more_or_less_than_their_elements_are_refused(kind: str
 
 @pytest.mark.parametrize("keep", ["3", 1.5, True, 0])
 def test_how_many_stay_is_an_integer(keep: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="it is how many checkpoints stay"):
+    with pytest.raises(ValueError, match="keep must be the number of checkpoints that stay"):
         checkpoint.save(tmp_path / "one", {"x": 1}, keep=keep)
     assert not list(tmp_path.iterdir())
 

@@ -305,9 +305,9 @@ class TestWire:
     def calls(f: Any) -> tuple[dict[str, int], int]:
         sent: list[int] = []
 
-        def arrive(works: Any, what: Any, group: Any) -> None:
+        def arrive(works: Any, kind: Any, group: Any) -> None:
             sent.append(len(works.works.result()))
-            kept(works, what, group)
+            kept(works, kind, group)
 
         kept, messages._arrive = messages._arrive, arrive
         try:

@@ -756,18 +756,19 @@ def test_errors(world: World) -> None:
         assert "take it outside" in found["inside"]
         assert "micro=0" in found["no parts"]
         assert "Linear is a module" in found["a module"]
-        assert "'only.w' is cut over tensor by specs=, and a strategy has tensor too" in found["cut by both"]
+        assert "'only.w' is sharded over tensor by specs=, and a strategy has tensor too" in found["cut by both"]
         assert all("has 4" in found[name] and "has 2" in found[name] for name in ("rows", "rows of one"))
         assert "micro=1" in found["parts of one"]
         assert "weights: (3,), for 4 examples" in found["weights"]
-        assert "clip=0.0; it is a finite number above 0" in found["clip"]
-        assert "noise=-1.0" in found["noise"]
-        assert "size=inf" in found["size"]
+        assert "clip must be a finite number above 0, got 0.0" in found["clip"]
+        assert "noise must be a finite number, 0 or more, got -1.0" in found["noise"]
+        assert "size must be a finite number above 0, got inf" in found["size"]
         assert "a seed is an int" in found["seed"]
-        assert "mask is torch.float32 of shape (4,); it is bool, [4], one for each" in found["mask"]
-        assert "mask is torch.bool of shape (3,); it is bool, [4]" in found["length"]
-        assert "mask is list; it is bool, [4]" in found["no mask"]
-        assert "mask is torch.bool of shape (3,); it is bool, [4]" in found["one rank"]
+        mask = "mask must be bool, [4], one for each of this rank's rows, got "
+        assert f"{mask}torch.float32 of shape (4,)" in found["mask"]
+        assert f"{mask}torch.bool of shape (3,)" in found["length"]
+        assert f"{mask}list" in found["no mask"]
+        assert f"{mask}torch.bool of shape (3,)" in found["one rank"]
         assert max(map(len, found.values())) < 2000
 
 

@@ -379,6 +379,6 @@ def test_errors() -> None:
         assert "(2, 5)" in found["fewer rows"]
         assert "ranks have other losses of the same rows" in found["other losses"]
         assert "write pvary where such a parameter" in found["no pvary"]
-        assert "'layers.0.q' is cut over tensor by specs=, and a strategy has tensor too" in found["data too"]
+        assert "'layers.0.q' is sharded over tensor by specs=, and a strategy has tensor too" in found["data too"]
         assert "along which ranks have parts of each row's gradient" in found["factors"]
         assert max(map(len, found.values())) < 2000

@@ -94,10 +94,10 @@ def test_an_epsilon_out_of_reach_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
 
 
 WRONG: dict[str, tuple[Any, str]] = {
-    "noise": (0.0, "epsilon: noise=0.0; it is a finite number above 0"),
-    "rate": (1.1, "epsilon: rate=1.1; it is a number above 0 and at most 1"),
-    "steps": (1.0, "epsilon: steps=1.0; it is an int, 0 or more"),
-    "delta": (1, "epsilon: delta=1; it is a number above 0 and below 1"),
+    "noise": (0.0, "epsilon: noise must be a finite number above 0, got 0.0"),
+    "rate": (1.1, "epsilon: rate must be a number above 0 and at most 1, got 1.1"),
+    "steps": (1.0, "epsilon: steps must be an int, 0 or more, got 1.0"),
+    "delta": (1, "epsilon: delta must be a number above 0 and below 1, got 1"),
 }
 
 
@@ -107,10 +107,10 @@ def test_numbers_out_of_range_are_refused(name: str) -> None:
     given: dict[str, Any] = {"noise": 1.0, "rate": 1.0, "steps": 1, "delta": 1e-5}
     assert told(lambda: epsilon(**given | {name: value})) == f"ValueError: {says}"
     others = {key: x for key, x in given.items() if key != "noise"}
-    assert told(lambda: noise_for(**{"epsilon": True} | others)).startswith(
-        "ValueError: noise_for: epsilon=True; it is"
+    assert told(lambda: noise_for(**{"epsilon": True} | others)).startswith("ValueError: noise_for: epsilon must be")
+    assert "steps must be 1 or more, got 0, which need no noise" in told(
+        lambda: noise_for(1.0, **others | {"steps": 0})
     )
-    assert "steps=0 need no noise" in told(lambda: noise_for(1.0, **others | {"steps": 0}))
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

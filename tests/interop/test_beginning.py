@@ -160,7 +160,7 @@ def test_what_has_no_beginning_is_an_error_on_every_rank(world: World) -> None:
         assert "parametrizations.weight.original0" in said["computed"]
         assert "with strict=False what these files lack begins as its classes let it begin" in said["strict"]
         assert "the seeds differ between ranks" in said["seeds"]
-        assert "seed='0'; it is an int" in said["no seed"]
+        assert "seed must be an int, got '0'" in said["no seed"]
 
 
 @contextlib.contextmanager

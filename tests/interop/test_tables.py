@@ -174,5 +174,5 @@ def test_any_table_is_right_or_refused_on_all_ranks(world: World) -> None:
 def test_nothing_is_recorded_where_transformers_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, output_capturing.HOOKS, raising=False)
     with output_capturing.recording(("attentions",)) as found:
-        assert output_capturing.wanted() == ()
+        assert output_capturing.requested_names() == ()
     assert found == {"attentions": []}

@@ -264,7 +264,7 @@ def test_codes_stand_for_numbers_within_half_a_step() -> None:
             want = (0.5 * g**power).reshape(-1)
             rows = torch.nn.functional.pad(want, (0, -len(want) % 256)).view(-1, 256)
             torch.testing.assert_close(one[1], rows.abs().amax(1), rtol=1e-6, atol=0)
-            got = state_dtype.Coded().opened(slot, (one[0].reshape(-1), one[1]), state_dtype.Coded().whole(unit))
+            got = state_dtype.Coded().decode(slot, (one[0].reshape(-1), one[1]), state_dtype.Coded().all_elements(unit))
             scale = one[1].repeat_interleave(256)[: len(want)]
             nearest = (table[:, None] * scale - want).abs().amin(0)
             assert ((got - want).abs() <= nearest + 1e-6 * scale).all()
@@ -289,14 +289,14 @@ def test_rounding_at_random_is_right_in_the_mean_and_the_same_again() -> None:
     x = torch.linspace(-3, 3, 100_000) * (1 + 2**-12)
     sums = torch.zeros(100_000, dtype=torch.float64)
     for step in range(64):
-        bits, more = (list(rounding.drawn(unit, 0, 100_000, 2, (7, step, "x"))) for _ in range(2))
+        bits, more = (list(rounding.random_bits(unit, 0, 100_000, 2, (7, step, "x"))) for _ in range(2))
         assert all(map(torch.equal, bits, more))
         assert not torch.equal(bits[0], bits[1])
         found = rounding.rounded(x, torch.bfloat16, bits[step % 2])
         gap = torch.exp2(torch.frexp(x).exponent - 8.0)  # between neighbours in bfloat16
         assert ((found.float() - x).abs() <= gap).all()
         sums += found.double()
-        part = list(rounding.drawn(unit, 1234, 5678, 2, (7, step, "x")))
+        part = list(rounding.random_bits(unit, 1234, 5678, 2, (7, step, "x")))
         assert all(torch.equal(a[1234:5678], b) for a, b in zip(bits, part, strict=True))
     off = (sums / 64 - x.double()) / gap.double()
     assert off.abs().mean() < 0.06  # of 64 draws of a coin the mean is off by 0.05
@@ -446,12 +446,12 @@ def loaded_with(state: Any, slot: str, change: Callable[[Any], Any]) -> Any:
 
 
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
-    "float16": (lambda: so.adamw(0.1, state_dtype=torch.float16), "adamw: state_dtype=torch.float16; it is torch.bf"),
-    "a name": (lambda: so.lion(0.1, state_dtype="int8"), "lion: state_dtype='int8'"),  # type: ignore[arg-type]
+    "float16": (lambda: so.adamw(0.1, state_dtype=torch.float16), "adamw: state_dtype must be torch.bf"),
+    "a name": (lambda: so.lion(0.1, state_dtype="int8"), "lion: state_dtype must be torch.bf"),  # type: ignore[arg-type]
     "a seed": (lambda: so.adam(0.1, state_dtype=torch.bfloat16, seed="x"), "a seed is an int"),  # type: ignore[arg-type]
     "few bits": (
         lambda: so.master(so.adamw(0.1)).init({"a": {"w": quant.quantize(torch.ones(3, 100), quant.nf4())}}),
-        "nothing to train: a.w is in few bits",
+        "nothing to train: a.w is quantized",
     ),
     "complex": (lambda: so.adamw8bit(0.1).init({"w": torch.ones(2) * 1j}), "w is torch.complex64"),
     "complex, bfloat16": (

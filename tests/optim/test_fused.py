@@ -54,7 +54,7 @@ def numbers(seed: int) -> dict[str, Any]:
 
 
 def decoded(row: list[Tensor], part: Runs) -> list[Tensor]:
-    return [Coded().opened(slot, (row[2 + 2 * i], row[3 + 2 * i]), part) for i, slot in enumerate(SLOTS)]
+    return [Coded().decode(slot, (row[2 + 2 * i], row[3 + 2 * i]), part) for i, slot in enumerate(SLOTS)]
 
 
 def terms(mean: Tensor, grad: Tensor, now: dict[str, Any]) -> Tensor:
@@ -129,7 +129,7 @@ def as_shared() -> list[str]:
     ADAMW_8(whole, part, 5, numbers(0), True)
     new = ADAMW_8(numbered, part, 5, numbers(0), False)
     assert all(x.equal(y) for x, y in zip(numbered[2:], row[2:], strict=True)), "state that is not ready is as it was"
-    (closed,) = Coded().closed(units({"w": row[0]}), SLOTS, [Opened(0, part, new)], None, together=False)
+    (closed,) = Coded().closed(units({"w": row[0]}), SLOTS, [Opened(0, part, new)], None, collective=False)
     flat = [numbered[0], *(x for pair in closed for x in pair)]
     return [choice.difference("it", x, y) for x, y in zip([whole[0], *whole[2:]], flat, strict=True)]
 

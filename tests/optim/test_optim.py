@@ -497,9 +497,9 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a chain of two optimizers": (lambda: so.chain(so.sgd(0.1), so.adamw(0.1)), "of transforms and then one"),
     "an empty chain": (lambda: so.chain(), "but was given nothing"),
     "a chain without an optimizer": (lambda: so.chain(so.clip_by_value(1.0)), "but was given a Transform"),
-    "a function for an optimizer": (lambda: so.ema(WRONG_THINGS["function"], 0.9), "3e-4), not the function adamw"),
+    "a function for an optimizer": (lambda: so.ema(WRONG_THINGS["function"], 0.9), "3e-4), got the function adamw"),
     "torch's optimizer": (lambda: so.skip_nonfinite(WRONG_THINGS["torch's"]), "torch's own SGD: see from_torch"),
-    "torch's optimizer for its class": (lambda: so.from_torch(WRONG_THINGS["torch's"]), "takes an optimizer's class"),
+    "torch's optimizer for its class": (lambda: so.from_torch(WRONG_THINGS["torch's"]), "make must be an optimizer's"),
     "a rule that is none": (lambda: so.masked(so.sgd(0.1), WRONG_THINGS["number"]), "the rule says which parameters"),
     "gradients for a limit": (lambda: so.clip_by_global_norm(WRONG_THINGS["tree"]), "the transform that it gives"),
     "a rule that says nothing": (

@@ -246,7 +246,7 @@ BAD: dict[str, tuple[Any, list[str]]] = {
         with_experts(2, capacity=1, overflow="error"), ["choices of tokens", "capacity of 1", "4 experts", "raise it"]
     ),
     "not this rank's experts": (with_experts(4), ["4 experts", "2 ranks", "[4]"]),
-    "no capacity at all": (with_experts(2, capacity=0), ["capacity=0"]),
+    "no capacity at all": (with_experts(2, capacity=0), ["capacity must be 1 or more"]),
     "an unknown overflow": (with_experts(2, capacity=1, overflow="raise"), ["'raise'", '"drop" or "error"']),
     "more choices than experts": (lambda: parallel.route(X, GATE, 5), ["k=5", "4 experts"]),
     "tokens without groups": (lambda: parallel.route(X[0], GATE, 1), ["(6, 5)", "[g, t, d]"]),

@@ -104,7 +104,7 @@ def test_a_plan_in_a_circle_is_refused() -> None:
 
 @pytest.mark.parametrize("wrong", [{"per_node": 0}, {"tokens": -1}])
 def test_numbers_that_are_not_positive_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"it is a positive number"):
+    with pytest.raises(ValueError, match=r"must be a positive number"):
         plan(compute(1)).timed(LINKS, CHIP, **wrong)
 
 
@@ -220,9 +220,9 @@ def measured_wrongly(rank_of: dict[int, dict[str, Any]], **arguments: Any) -> No
     [
         ({"sent": []}, {}, "numbers of bytes, growing"),
         ({"sent": [4, 2]}, {}, "numbers of bytes, growing"),
-        ({"repeats": 0}, {}, "both are 1 or more"),
+        ({"repeats": 0}, {}, "must be 1 or more"),
         ({"sent": [4096]}, {1: {"sent": [8192]}}, "sent"),
-        ({"sent": [4096]}, {1: {"repeats": 0}}, "both are 1 or more"),
+        ({"sent": [4096]}, {1: {"repeats": 0}}, "must be 1 or more"),
     ],
 )
 def test_wrong_arguments_are_one_error_on_every_rank(

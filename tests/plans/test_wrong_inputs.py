@@ -73,13 +73,13 @@ def blocks() -> dict[str, str]:
 def test_blocks_and_steps() -> None:
     [found] = world(1, "alone").run(blocks)
     wanted = {
-        "no ranks": "ValueError: planning: ranks=0; it is at least 1",
-        "a text": "TypeError: planning: ranks='8'; it is a whole number",
-        "half a rank": "TypeError: planning: ranks=8.5",
+        "no ranks": "ValueError: planning: ranks must be at least 1, got 0",
+        "a text": "TypeError: planning: ranks must be an integer, got '8'",
+        "half a rank": "TypeError: planning: ranks must be an integer, got 8.5",
         "no such rank": "ValueError: planning: rank=4 of ranks=4",
-        "a rank before the first": "ValueError: planning: rank=-1; it is at least 0",
-        "an empty node": "ValueError: planning: per_node=0",
-        "a node of text": "TypeError: planning: per_node='8'",
+        "a rank before the first": "ValueError: planning: rank must be at least 0, got -1",
+        "an empty node": "ValueError: planning: per_node must be at least 1, got 0",
+        "a node of text": "TypeError: planning: per_node must be an integer, got '8'",
         "a mesh of other ranks": "ValueError: make_mesh(shard=3) needs 3 ranks, but the world has 2: plan with",
         "a mesh of this machine": "ValueError: make_mesh: device='cpu', while this process plans for 'sim'",
         "no step": "TypeError: plan: the step is of type NoneType",
@@ -110,29 +110,56 @@ CALLS: dict[str, tuple[Call, str]] = {
         "ValueError: links: there is no 'h1000', only h100, h200, a100, b200; from a file comes Links.load(path)",
     ),
     "an unknown chip": (lambda: PLAN.timed("h100", "xpu"), "ValueError: chip: there is no 'xpu'"),
-    "no links": (lambda: PLAN.timed(ANY, "h100"), "TypeError: timed: links is of type NoneType; it is Links"),
-    "a chip for links": (lambda: PLAN.timed(CHIP, "h100"), "TypeError: timed: links is of type Chip"),  # type: ignore[arg-type]
-    "tokens": (lambda: PLAN.timed("h100", "h100", tokens="x"), "ValueError: timed: tokens='x'"),  # type: ignore[arg-type]
-    "nodes": (lambda: PLAN.timed("h100", "h100", per_node=0), "ValueError: timed: per_node=0"),
+    "no links": (lambda: PLAN.timed(ANY, "h100"), "TypeError: timed: links must be Links, or a name, got NoneType"),
+    "a chip for links": (
+        lambda: PLAN.timed(CHIP, "h100"),  # type: ignore[arg-type]
+        "TypeError: timed: links must be Links, or a name, got Chip",
+    ),
+    "tokens": (
+        lambda: PLAN.timed("h100", "h100", tokens="x"),  # type: ignore[arg-type]
+        "ValueError: timed: tokens must be a positive number, got 'x'",
+    ),
+    "nodes": (
+        lambda: PLAN.timed("h100", "h100", per_node=0),
+        "ValueError: timed: per_node must be a positive number, got 0",
+    ),
     "times of text": (lambda: PLAN.figure("h100"), "TypeError: the times are of type str"),  # type: ignore[arg-type]
     "times of a trace": (lambda: PLAN.trace("a.json", 5), "TypeError: the times are of type int"),  # type: ignore[arg-type]
-    "beside": (lambda: PLAN.figure(None, "b"), "TypeError: beside is of type str"),  # type: ignore[arg-type]
+    "beside": (lambda: PLAN.figure(None, "b"), "TypeError: plan: beside must be another plan, or a profile, got str"),  # type: ignore[arg-type]
     "a picture": (lambda: PLAN.save_picture("a.xyz"), "ValueError: plan: 'a.xyz' names no kind of picture"),
     "a rate": (
         lambda: CHIP.with_rate("bfloat16", -4),
-        "ValueError: Chip 'own': rates['bfloat16']=-4; it is a positive",
+        "ValueError: Chip 'own': rates['bfloat16'] must be a positive number, got -4",
     ),
     "a dtype": (lambda: CHIP.rate("int4"), "ValueError: the chip 'own' has no rate for 'int4'"),
-    "no bandwidth": (lambda: dataclasses.replace(CHIP, bandwidth=0), "ValueError: Chip 'own': bandwidth=0"),
-    "no efficiency": (lambda: dataclasses.replace(CHIP, efficiency=0), "ValueError: Chip 'own': efficiency=0"),
+    "no bandwidth": (
+        lambda: dataclasses.replace(CHIP, bandwidth=0),
+        "ValueError: Chip 'own': bandwidth must be a positive number, got 0",
+    ),
+    "no efficiency": (
+        lambda: dataclasses.replace(CHIP, efficiency=0),
+        "ValueError: Chip 'own': efficiency must be a positive number, got 0",
+    ),
     "a launch": (
         lambda: dataclasses.replace(CHIP, launch=-1),
-        "ValueError: Chip 'own': launch=-1; it is seconds, 0 or more",
+        "ValueError: Chip 'own': launch must be seconds, 0 or more, got -1",
     ),
-    "no copies": (lambda: sf.Links("l", "s", {}, 0), "ValueError: Links 'l': copying=0"),
-    "a side": (lambda: sf.measure_chip("cpu", side=-1), "ValueError: measure_chip: side=-1"),
-    "dtypes of text": (lambda: sf.measure_chip(dtypes=["float32"]), "TypeError: measure_chip: dtypes=['float32']"),  # type: ignore[list-item]
-    "one dtype": (lambda: sf.measure_chip(dtypes=torch.float32), "TypeError: measure_chip: dtypes=torch.float32"),  # type: ignore[arg-type]
+    "no copies": (
+        lambda: sf.Links("l", "s", {}, 0),
+        "ValueError: Links 'l': copying must be a positive number of bytes a second, got 0",
+    ),
+    "a side": (
+        lambda: sf.measure_chip("cpu", side=-1),
+        "ValueError: measure_chip: side must be a positive number, got -1",
+    ),
+    "dtypes of text": (
+        lambda: sf.measure_chip(dtypes=["float32"]),  # type: ignore[list-item]
+        "TypeError: measure_chip: dtypes must be a list, such as [torch.bfloat16], got ['float32']",
+    ),
+    "one dtype": (
+        lambda: sf.measure_chip(dtypes=torch.float32),  # type: ignore[arg-type]
+        "TypeError: measure_chip: dtypes must be a list, such as [torch.bfloat16], got torch.float32",
+    ),
     "no mesh": (lambda: sf.measure_links(ANY), "TypeError: the mesh is of type NoneType"),
 }
 

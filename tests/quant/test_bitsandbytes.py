@@ -109,7 +109,7 @@ def packed(format: quant.Format, dtype: torch.dtype = torch.float32) -> quant.Pa
 REFUSED: dict[str, tuple[Any, str]] = {
     "blocks": (changed({"blocksize": 128}), r"20 scales, but shape \[40, 32\] in blocks of 128 needs 10"),
     "shape": (changed({"shape": [40, 64]}), "640 bytes of codes.*needs 1280"),
-    "odd block": (changed({"blocksize": 63}), "w: nf4: block=63"),
+    "odd block": (changed({"blocksize": 63}), "w: nf4: block must be"),
     "nested blocks": (changed({"nested_blocksize": 128}), "scales in blocks of 128"),
     "nested dtype": (changed({"nested_dtype": "bfloat16"}), "scales that were bfloat16"),
     "kind": (changed({"quant_type": "int3"}), "its quant_type is 'int3'"),

@@ -267,7 +267,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a stage's": (lambda: sf.stage(block, gather=quant.nf4), TypeError, "or None, not the function nf4: call it"),  # type: ignore[call-overload]
     "no names": (lambda: quant.quantize(WHOLE, quant.nf4(), []), ValueError, "an empty list chooses none"),
     "none": (lambda: quant.quantize(WHOLE, quant.nf4(), lambda *_: False), ValueError, "<lambda> chooses none"),
-    "whole numbers": (lambda: quant.dequantize(WHOLE, torch.int8), TypeError, "dtype=torch.int8; it is a floating"),
+    "whole numbers": (lambda: quant.dequantize(WHOLE, torch.int8), TypeError, "dtype must be a floating"),
     "int8 with double scales": (lambda: formats.format_of("int8", 256, True), ValueError, "int8: double=True is for"),
     "fp8 with double scales": (lambda: formats.format_of("fp8_e5m2", 64, True), ValueError, "fp8_e5m2: double=True is"),
     "computed": (

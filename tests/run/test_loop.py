@@ -218,4 +218,4 @@ def test_run_goes_on_from_a_state_of_elsewhere_and_steps_know_their_number(world
         assert same
         assert facts == (3, 6, 6, [4, 5, 6], ["step-00000003"])
         assert numbers == [*range(1, 7), *range(1, 4), *range(4, 7), 7, 8]
-        assert "start=3; it is how many of the 2 steps" in wrong
+        assert "start must be the number of steps that the state has taken, 0 to 2" in wrong

@@ -283,7 +283,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "another dtype": (lambda r: [of_one, whole_numbers][r](0), "own", "float32 2-d; rank 1 has ['x'] int64 2-d"),
     "another dimension": (lambda r: {"x": torch.ones([2] * (1 + r))}, "own", "1-d; rank 1 has ['x'] float32 2-d"),
     "other keys": (lambda r: of_one(r, f"x{r}"), "own", "rank 0 has ['x0'] float32 2-d; rank 1 has ['x1'] float32 2-d"),
-    "a word": (of_one, "longest", "TypeError: sf.run.checked: pad='longest'; it is \"ranks\", to the longest of all"),
+    "a word": (of_one, "longest", 'TypeError: sf.run.checked: pad must be "ranks", to the longest of all'),
     "words to fill with": (of_one, {"x": "0"}, "TypeError: sf.run.checked: pad['x']='0'; a leaf's last key has a"),
 }
 

@@ -199,7 +199,7 @@ def test_what_is_no_folder_or_the_wrong_way_round_is_said(tmp_path: Path) -> Non
     def call(**more: Any) -> str:
         return told(lambda: sf.run.loop(step, {"n": 0, "best": 0}, rows, steps=2, report=[], **more))
 
-    assert "save=''; it is a folder" in call(save="")
+    assert "save must be a folder" in call(save="")
     assert "is a file, not a folder" in call(save=tmp_path / "file")
     assert "the function comes first: (function, steps)" in call(evaluate=(2, lambda state: {}))
 

@@ -309,7 +309,7 @@ def test_a_time_out_of_the_system_is_told_as_such(file: File) -> None:
 @pytest.mark.parametrize("said", ["soon", "0", "-1", "nan"])
 def test_a_patience_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
     monkeypatch.setenv("SHARDFN_DISK_TIMEOUT", said)
-    with pytest.raises(ValueError, match=f"SHARDFN_DISK_TIMEOUT='{said}'; it is a number of seconds, greater than 0"):
+    with pytest.raises(ValueError, match=f"SHARDFN_DISK_TIMEOUT must be a number of seconds above 0, got '{said}'"):
         transfers.patience()
 
 
