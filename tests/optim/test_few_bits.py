@@ -506,7 +506,7 @@ def test_a_rank_without_elements_refuses_derivatives_like_the_others(n: int) -> 
 
 def test_state_that_is_not_rounded_draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """So a captured step, in which the step's number is a tensor, can have it."""
-    monkeypatch.setattr(rounding, "drawn", None)
+    monkeypatch.setattr(rounding, "random_bits", None)
     optimizer = so.adamw(0.1, state_dtype=torch.float32)
     ps = {"w": torch.ones(5, dtype=torch.bfloat16)}
     state = optimizer.init(ps)

@@ -250,7 +250,7 @@ CHANGES = {
     "decay added to the gradient": ("param * (1.0 - rate * weight_decay)", "param"),
     "scales of zero divide": ("tl.where(top == 0, 1.0, top)", "top"),
     "numbers outside count": ("tl.where(inside, number *", "tl.where(inside | True, number *"),
-    "the mean has no sign": ("_close(m, m_codes, m_scales, m_bounds", "_close(m, m_codes, m_scales, v_bounds"),
+    "the mean has no sign": ("_encode(m, m_codes, m_scales, m_bounds", "_encode(m, m_codes, m_scales, v_bounds"),
     "the gradient not squared": ("grad * rest2 * grad", "grad * rest2"),
     "the scale of the first block": ("tl.store(scales + block, top", "tl.store(scales + block * 0, top"),
 }
@@ -322,7 +322,7 @@ WRONG_ROUNDING = {
         "tl.where(finite, up.to(tl.float32, bitcast=True), numbers)",
         "up.to(tl.float32, bitcast=True)",
     ),
-    "indices begin at zero": ("(at + first)", "at"),
+    "indices begin at zero": ("(offsets + first)", "offsets"),
 }
 
 

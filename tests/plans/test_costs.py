@@ -247,5 +247,5 @@ def test_a_chip_is_measured() -> None:
     assert chip.bandwidth > 1e6
     assert chip.memory > 2**20
     assert chip.launch < 1e-3
-    with pytest.raises(ValueError, match="side=-1"):
+    with pytest.raises(ValueError, match="side must be a positive number, got -1"):
         measure_chip(side=-1)
