@@ -231,7 +231,7 @@ def test_bad_input_to_unroll() -> None:
     pure = so.sgd(0.1, donate=False)
     with pytest.raises(ValueError, match="there are no batches"):
         run(pure, [])
-    with pytest.raises(TypeError, match="batches must be a list, .* got generator"):
+    with pytest.raises(TypeError, match=r"batches must be a list, .* got generator"):
         run(pure, (b for b in [(p,)]))
     with pytest.raises(RuntimeError, match="a derivative through"):
         sf.grad(lambda p: sc.unroll(loss, pure, outer)(p, pure.init(p), (), [(torch.ones(3),)])[0])(p)
