@@ -271,13 +271,7 @@ class TraceRecorder(modes.Watching):
         self.values.keep(x, node_id)
 
     def called(
-        self,
-        name: str,
-        names: Iterable[str],
-        x: Tensor,
-        number: float | None,
-        axis_name: Any,
-        pieces: Iterable[str] = (),
+        self, name: str, names: Iterable[str], x: Tensor, number: float | None, axis: Any, pieces: Iterable[str] = ()
     ) -> None:
         """Records a collective call by the function; `pieces` are the axes of a flat shard argument."""
         caller, backward = callsites.who_calls(), autograd.inside_backward()
@@ -290,9 +284,7 @@ class TraceRecorder(modes.Watching):
                 self.values.watched, node, self.values.site(), 4, plain
             )  # it may vary by the library's numbers
         axes, cut, site = self.trace.mask(names), self.trace.mask(pieces), self.values.site()
-        self.trace.events.append(
-            CollectiveCall(name, axes, node, site, number, axis_name, caller == "user", backward, cut)
-        )
+        self.trace.events.append(CollectiveCall(name, axes, node, site, number, axis, caller == "user", backward, cut))
 
     def differentiated(self, loss: Tensor, begin: int, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Records the gradients that `value_and_grad` returns."""

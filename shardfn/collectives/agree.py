@@ -96,31 +96,27 @@ def _agree(
         if own_error is not None:
             raise own_error
         return
-    subject_name = subject[0]
+    topic = subject[0]
     described = described if own_error is None else [str(own_error)]
     text = "\n".join([name, *(" ".join(line.split()) for line in described)]).encode()
     digest = digest_of(text)
-    place = (
-        comparisons.outside(f"a comparison of {subject_name} of {name!r}", axis.group)
-        if debugging.collectives
-        else None
-    )
+    place = comparisons.outside(f"a comparison of {topic} of {name!r}", axis.group) if debugging.collectives else None
     if place is not None:
         text = b"\n".join([place.text.encode(), *text.split(b"\n")[1:]])
-    alone, known = _alone(name, subject_name, described, before)
+    alone, known = _alone(name, topic, described, before)
     advice = _advised(subject, described, known)
     # A negative length marks a rank whose own arguments are wrong.
     row = torch.tensor([digest, -len(text) if own_error else len(text)], device="cpu")
     try:
         with contextlib.nullcontext() if place is None else comparisons.at(place):
             note = f"{alone}. {advice}" if known else alone or ("" if described else advice)
-            digests, marked = gathered(row, axis, None, f"comparing {subject_name}", name, note).T.tolist()
+            digests, marked = gathered(row, axis, None, f"comparing {topic}", name, note).T.tolist()
     except RuntimeError as error:
         parts = [str(error), alone] if waiting.elsewhere(error) else [alone, advice, str(error)]
         raise RuntimeError(bounded(". ".join(filter(None, parts)))) from waiting.cause(error)
     if len(set(digests)) > 1:
         comparisons.alike()
-        rank_texts = texts(text, [*map(abs, marked)], axis, f"comparing {subject_name}, which differ", name)
+        rank_texts = texts(text, [*map(abs, marked)], axis, f"comparing {topic}, which differ", name)
     if own_error is not None:
         raise own_error
     if len(set(digests)) == 1:
@@ -169,13 +165,11 @@ def _few(lines: list[str]) -> str:
 def _difference_of_arguments(lines: list[list[str]], axis: Axis, subject: tuple[str, str]) -> str:
     """Returns what differs between ranks, from each rank's lines, the first of which names the operation."""
     if len({line[0].partition(_CALLED)[0] for line in lines}) > 1:
-        return f"ranks do different things: {told(axis, [_operation(rank_lines) for rank_lines in lines])}. {ALIKE}"
+        return f"ranks do different things: {told(axis, [_operation(row) for row in lines])}. {ALIKE}"
     plain = [[first, *map(_plain, rest)] for first, *rest in lines]
     # Values follow from the rest, so checksums are told only if nothing else differs; if no line does, the order does.
     sentences = (
-        _sentences(plain, axis)
-        or _sentences(lines, axis)
-        or [told(axis, ["; ".join(rank_lines[1:]) for rank_lines in lines])]
+        _sentences(plain, axis) or _sentences(lines, axis) or [told(axis, ["; ".join(row[1:]) for row in lines])]
     )
     advice = _advised(subject, *plain)
     return f"{subject[0]} differ between ranks: {findings(sentences, 6)}. {advice}"
@@ -327,17 +321,15 @@ def compare(op: str, values: str, axis: Axis, served: bool = False, by: str = DE
     if axis.size == 1:
         return
     leaf = f"{attribution.leaf}: " if attribution.leaf else ""
-    described = f"{op}({leaf}{values})" if values else op
+    item = f"{op}({leaf}{values})" if values else op
     line, failed = callers.caller(), comparisons.failure(axis.group)
     call = op if served or _backward() else callers.asked(op)
     axes = waiting.named(axis.group)
-    call_suffix = f" in {call}" if call != op else ""
-    text = (
-        f"{described}{call_suffix}{f' over {axes}' if axes else ''}{_purpose(served, line)}, called at {line}{failed}"
-    )
+    inside = f" in {call}" if call != op else ""
+    text = f"{item}{inside}{f' over {axes}' if axes else ''}{_purpose(served, line)}, called at {line}{failed}"
     place = comparisons.place(axis.group, text)
     same = [
-        described,
+        item,
         attribution.stage,
         _backward(),
         place.inside > 1,

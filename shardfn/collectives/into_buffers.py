@@ -226,13 +226,11 @@ def gather_by_hops(full: Tensor, index: int, hops: Sequence[Communicator], dtype
         pieces //= comm.axis.size
         index //= comm.axis.size
         region = full.view(pieces, -1)[index]
-        transport_name = _issued(
-            "all_gather", comm, (region.nbytes, dtype)
-        )  # now, since later hops start on another thread
-        steps.append((functools.partial(TRANSPORTS["all_gather"][transport_name], region, comm), transport_name))
+        name = _issued("all_gather", comm, (region.nbytes, dtype))  # now, since later hops start on another thread
+        steps.append((functools.partial(TRANSPORTS["all_gather"][name], region, comm), name))
     work: Handle = steps[0][0]()
-    for start, transport_name in steps[1:]:
-        work = _followed(work, start, transport_name, full.device)
+    for start, name in steps[1:]:
+        work = _followed(work, start, name, full.device)
     return work
 
 
@@ -391,21 +389,19 @@ def _scatter_directly(
     flat: Tensor, out: Tensor, comm: Communicator, scratch: Callable[[int], Tensor], purpose: int = 0
 ) -> Handle:
     pieces = flat.view(comm.axis.size, -1).unbind()
-    own_piece, index = pieces[comm.axis.index], comm.axis.index
-    received = list(scratch(flat.numel() - own_piece.numel()).view(comm.axis.size - 1, -1).unbind())
+    local, index = pieces[comm.axis.index], comm.axis.index
+    received = list(scratch(flat.numel() - local.numel()).view(comm.axis.size - 1, -1).unbind())
 
     def add() -> None:
         # In a narrow dtype each addition would round, so the sum is kept in float32 and rounded once.
         wide = out if out.dtype.itemsize >= 4 else torch.empty_like(out, dtype=torch.float32)
-        torch.add(own_piece, received[0], out=wide) if own_piece.dtype == wide.dtype else wide.copy_(own_piece).add_(
-            received[0]
-        )
+        torch.add(local, received[0], out=wide) if local.dtype == wide.dtype else wide.copy_(local).add_(received[0])
         for piece in received[1:]:
             wide.add_(piece)
         if wide is not out:
             out.copy_(wide)
 
-    into = [[piece] for piece in [*received[:index], own_piece, *received[index:]]]
+    into = [[piece] for piece in [*received[:index], local, *received[index:]]]
     return CombinedWorks([exchanged(into, [[piece] for piece in pieces], comm, purpose=purpose)], add)
 
 

@@ -204,13 +204,9 @@ def _blocks(
 
 def _joined(blocks: list[Tensor], q: Tensor, k: Tensor, causal: bool) -> Tensor:
     """Blocks of rows of some heads after another, as one tensor `[n, l, ...]`."""
-    blocks_per_head = len(_tiles(q, k, causal)[1])
-    by_head = (
-        blocks
-        if blocks_per_head == 1
-        else [torch.cat(blocks[i : i + blocks_per_head], 1) for i in range(0, len(blocks), blocks_per_head)]
-    )
-    return torch.cat(by_head).to(q.dtype)
+    count = len(_tiles(q, k, causal)[1])
+    heads = blocks if count == 1 else [torch.cat(blocks[i : i + count], 1) for i in range(0, len(blocks), count)]
+    return torch.cat(heads).to(q.dtype)
 
 
 # --- in place ---

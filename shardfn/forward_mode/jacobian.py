@@ -162,11 +162,7 @@ def _by_rows(
 
 
 def _by_columns(
-    outputs: Callable[..., Any],
-    variables: Variables,
-    values: Sequence[Tensor],
-    chunk_size: int | None,
-    is_tracked: bool,
+    outputs: Callable[..., Any], variables: Variables, values: Sequence[Tensor], chunk_size: int | None, tracked: bool
 ) -> Sequence[Sequence[Tensor]]:
     """The Jacobian of each output with respect to each variable, by forward mode."""
     for layout in variables.layouts:
@@ -176,9 +172,7 @@ def _by_columns(
                 f"jacfwd: {layout.stage!r} {'is also cut by specs=' if cut else 'lives on some ranks only'}: a rank's "
                 f"numbers are not those of one piece there. Use jacrev"
             )
-    by_variable = [
-        _columns(outputs, variables, k, values, chunk_size, is_tracked) for k in range(len(variables.values))
-    ]
+    by_variable = [_columns(outputs, variables, k, values, chunk_size, tracked) for k in range(len(variables.values))]
     return [[columns[i] for columns in by_variable] for i in range(len(values))]
 
 
@@ -188,7 +182,7 @@ def _columns(
     k: int,
     values: Sequence[Tensor],
     chunk_size: int | None,
-    is_tracked: bool,
+    tracked: bool,
 ) -> list[Tensor]:
     """The Jacobian of each output with respect to one variable; this rank keeps its own columns."""
     x, layout = variables.values[k], variables.layouts[k]
@@ -199,7 +193,7 @@ def _columns(
         def moved(value: Tensor) -> Any:
             return outputs(*with_leaves(variables.values, [k], [value]))[0]
 
-        return (by_transposes if is_tracked else torch.func.jvp)(moved, (x,), (tangent.view(x.shape),))[1]
+        return (by_transposes if tracked else torch.func.jvp)(moved, (x,), (tangent.view(x.shape),))[1]
 
     by_output: list[list[Tensor]] = [[] for _ in values]
     for owner in range(owners):

@@ -202,10 +202,7 @@ def _transposed(
     xs = [leaves[i] for i in differentiable]
     has_tangents = [functorch.tangent_of(x) is not None for x in xs]
     # Of one Function, all results have tangents, or none.
-    by_tangent = [
-        [k for k, has_tangent in enumerate(has_tangents) if has_tangent is with_tangent]
-        for with_tangent in (True, False)
-    ]
+    by_tangent = [[k for k, paired in enumerate(has_tangents) if paired is kind] for kind in (True, False)]
     groups = [group for group in by_tangent if group]
     begins = [torch.empty_strided(x.shape, (0,) * x.ndim, dtype=x.dtype, device=x.device) for x in xs]
     transform: Any = torch.func.vjp
@@ -220,7 +217,7 @@ def _transposed(
     if any(follows):
         plain_inputs = [flat[i] for i in differentiable]
         outputs = _Transposed.apply((signature, *graph), follows, len(values), *values, *plain_inputs)  # type: ignore[no-untyped-call]
-        values = [out if has_tangent else y for y, out, has_tangent in zip(values, outputs, follows, strict=True)]
+        values = [out if paired else y for y, out, paired in zip(values, outputs, follows, strict=True)]
     results = iter([y if t is None else functorch.dual(y, t) for y, (_, t) in zip(values, pairs, strict=True)])
     rest = iter(integer_outputs)
     filled = [next(results if y.moves else rest) if isinstance(y, _TensorLocation) else y for y in constants]

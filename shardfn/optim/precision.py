@@ -126,11 +126,8 @@ def stochastic_rounding(optimizer: Optimizer, *, seed: int = 0, donate: bool = T
         new = leaves.beside(new_params)
         round_unit = _rounded_into if donate else _rounded
         new = [round_unit(unit, x, salt) if _narrow(unit) else x for unit, x in zip(leaves.each, new, strict=True)]
-        return _tree_with_values(leaves, new, params, donate), {
-            "optimizer": inner,
-            "step": count,
-            "seed": state["seed"],
-        }
+        state = {"optimizer": inner, "step": count, "seed": state["seed"]}
+        return _tree_with_values(leaves, new, params, donate), state
 
     return Optimizer(init, step)
 
@@ -181,23 +178,19 @@ def loss_scaled(
         return {"optimizer": optimizer.init(params)} | begin
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
-        current_scale = counted(params, state["scale"]).to(torch.float64)
+        current = counted(params, state["scale"]).to(torch.float64)
         params, inner, is_finite = step_if_finite(
-            optimizer,
-            params,
-            grads,
-            lambda: scaled("loss_scaled", grads, 1 / current_scale, donate),
-            state["optimizer"],
+            optimizer, params, grads, lambda: scaled("loss_scaled", grads, 1 / current, donate), state["optimizer"]
         )
         if not isinstance(is_finite, Tensor):
             # Without a copy, for which the host would wait.
-            is_finite = torch.full((), is_finite, device=current_scale.device)
+            is_finite = torch.full((), is_finite, device=current.device)
         good = torch.where(is_finite, counted(params, state["good"]) + 1, 0)
         grows = good >= every
-        larger = torch.where(grows, (current_scale * growth).clamp(max=1 / LEAST), current_scale)
+        larger = torch.where(grows, (current * growth).clamp(max=1 / LEAST), current)
         new = {
             "optimizer": inner,
-            "scale": torch.where(is_finite, larger, (current_scale * backoff).clamp(min=LEAST)),
+            "scale": torch.where(is_finite, larger, (current * backoff).clamp(min=LEAST)),
             "good": torch.where(grows, 0, good),
             "skipped": counted(params, state["skipped"]) + ~is_finite,
         }

@@ -272,17 +272,9 @@ def _segments(
     layout: Layout, rank: int, entries: tuple[int, ...], start: int, stop: int, name: str
 ) -> tuple[Segment, ...]:
     segments = []
-    for number, low, high, start_in_unit in cuts_within(layout, rank, entries, start, stop):
-        path, shape, full_shape = (
-            path_in(layout, number, name),
-            layout.entries[number].shape,
-            layout.whole_shape(number),
-        )
-        segments.append(
-            Segment(
-                path, full_shape, shape, layout.corner(number, rank), low, start_in_unit, start_in_unit + high - low
-            )
-        )
+    for number, low, high, offset in cuts_within(layout, rank, entries, start, stop):
+        path, shape, full = path_in(layout, number, name), layout.entries[number].shape, layout.whole_shape(number)
+        segments.append(Segment(path, full, shape, layout.corner(number, rank), low, offset, offset + high - low))
     return tuple(segments)
 
 

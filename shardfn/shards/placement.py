@@ -192,11 +192,9 @@ class Placement:
         return Placement(self.reshard, rest, gradients=self.axes, only_at=self.only_at)
 
 
-def _names(argument: str, axis: AxisName) -> tuple[str, ...]:
+def _names(kind: str, axis: AxisName) -> tuple[str, ...]:
     if not isinstance(axis, (str, tuple)) or not all(isinstance(name, str) for name in axis):
-        raise TypeError(
-            f"a strategy's {argument} are the names of mesh axes, a string or a tuple of them, not {axis!r}"
-        )
+        raise TypeError(f"a strategy's {kind} are the names of mesh axes, a string or a tuple of them, not {axis!r}")
     return as_names(axis)
 
 

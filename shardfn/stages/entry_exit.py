@@ -129,7 +129,7 @@ class Call:
 
     # --- forward ---
 
-    def run(self, leaves: list[Any], tensor_indices: Sequence[int], records: bool) -> Any:
+    def run(self, leaves: list[Any], indices: Sequence[int], records: bool) -> Any:
         """The function's result; with `records`, as a part of autograd's graph."""
         schedule = self.schedule
         if not records:
@@ -137,9 +137,7 @@ class Call:
                 views = self._views(schedule.gather(self))
                 result = self._function(leaves, views)
                 if debugging.nan:
-                    nonfinite.after_forward(
-                        schedule.mesh, self, views, [leaves[i] for i in tensor_indices], _tensors(result)
-                    )
+                    nonfinite.after_forward(schedule.mesh, self, views, [leaves[i] for i in indices], _tensors(result))
                 gathered, self.gathered = self.gathered, None
                 self._end(gathered)
             return self._apart(result, [])
@@ -153,16 +151,14 @@ class Call:
             hooks, self.forward = self._hooks(), True
             try:
                 with hooks:
-                    result = self._hooked_run(leaves, tensor_indices, views)
+                    result = self._hooked_run(leaves, indices, views)
             finally:
                 for parameter in self.decodes:
                     parameter.x = None
                 self.decodes, self.forward = [], False
                 gathered, self.gathered = self.gathered, None
             if debugging.nan:
-                nonfinite.after_forward(
-                    schedule.mesh, self, views, [leaves[i] for i in tensor_indices], _tensors(result)
-                )
+                nonfinite.after_forward(schedule.mesh, self, views, [leaves[i] for i in indices], _tensors(result))
             tokens = [token]
             for ps in views:
                 for p in ps:
@@ -171,7 +167,7 @@ class Call:
             views = []
             self._end(gathered)
             schedule.ran(self)
-        return self._apart(result, [leaves[i] for i in tensor_indices], tokens)
+        return self._apart(result, [leaves[i] for i in indices], tokens)
 
     def _entered(self) -> tuple[Tensor, list[list[Tensor]]]:
         """The parameters as results of the entry, and what leads the exit to it: one of them that has a gradient."""
@@ -298,12 +294,8 @@ class Call:
             if autograd.memory_of(leaves[i]) in self.owned:  # of a buffer, or of a shard
                 leaves[i] = leaves[i].clone()
         input_ids = {id(x) for x in inputs}
-        differentiable = (
-            []
-            if not tokens
-            else [y for i in tensor_indices if (y := leaves[i]).requires_grad and id(y) not in input_ids]
-        )
-        differentiable = list({id(y): y for y in differentiable}.values())
+        tracked = [y for i in tensor_indices if tokens and (y := leaves[i]).requires_grad and id(y) not in input_ids]
+        differentiable = list({id(y): y for y in tracked}.values())
         if differentiable:
             memories, owns_memory = set(map(autograd.memory_of, inputs)), []
             for y in differentiable:
@@ -381,12 +373,8 @@ class Call:
         if debugging.nan:
             self.bad = nonfinite.kinds(nonfinite.not_finite([x for x in cotangents if x is not None]))
         schedule.end_others(self)
-        backward_context = schedule.in_backward(self)
-        with (
-            entered([backward_context, functorch.outside_transforms()])
-            if functorch.inside_transform()
-            else backward_context
-        ):
+        context = schedule.in_backward(self)
+        with entered([context, functorch.outside_transforms()]) if functorch.inside_transform() else context:
             schedule.begin_backward(self)
         if open_ledgers or debugging.collectives:
             self.end_attribution()
@@ -457,18 +445,16 @@ class _Exit(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, call: Call, frame: Recomputed | None, owns_memories: list[bool], *tensors: Tensor) -> Any:
+    def forward(ctx: Any, call: Call, frame: Recomputed | None, fresh: list[bool], *tensors: Tensor) -> Any:
         ctx.call, ctx.frame = call, frame
         ctx.set_materialize_grads(False)
-        n = len(owns_memories)
+        n = len(fresh)
         ctx.nothing, ctx.zeros = (None,) * (4 + len(tensors) - 1 - n), None
         for x in tensors[1:]:
             if x._backward_hooks:
                 ctx.zeros = [x.new_zeros(()).expand(x.shape) if x._backward_hooks else None for x in tensors[1:]]
                 break
-        return tuple(
-            [y.detach() if owns_memory else y for y, owns_memory in zip(tensors[-n:], owns_memories, strict=True)]
-        )
+        return tuple([y.detach() if is_new else y for y, is_new in zip(tensors[-n:], fresh, strict=True)])
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:

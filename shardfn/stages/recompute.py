@@ -170,9 +170,7 @@ class Recomputed:
                 raise RuntimeError(other_numbers(self.signature, off))
         kinds = [(shape_of(x), x.dtype) for x, _ in self.again.values()]
         if kinds != self.kinds:
-            first, then = (
-                f"what saves {_described(saved_kinds)} for its gradient" for saved_kinds in (self.kinds, kinds)
-            )
+            first, then = (f"what saves {_described(saved)} for its gradient" for saved in (self.kinds, kinds))
             raise RuntimeError(other_result(self.signature, first, then))
         operations = autograd.operations(outputs, tensors, last, self.outside)
         if operations != self.operations:

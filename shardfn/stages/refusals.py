@@ -18,23 +18,18 @@ _DTYPES = re.compile("dtype|scalar type|weight type|bias type", re.IGNORECASE)
 
 def refuse_mixed(signature: Signature, error: RuntimeError, parameters: Any, arguments: Sequence[Any]) -> None:
     """Raises RuntimeError in place of torch's if a function mixes parameters of one dtype with arguments of another."""
-    parameter_dtypes, argument_dtypes = (
+    param_dtypes, arg_dtypes = (
         {x.dtype for x in optree.tree_leaves(tree) if isinstance(x, Tensor) and x.is_floating_point()}
         for tree in (parameters, [x for i, x in enumerate(arguments) if i not in signature.shards])
     )
-    if (
-        not parameter_dtypes
-        or not argument_dtypes
-        or len(parameter_dtypes | argument_dtypes) == 1
-        or not _DTYPES.search(str(error))
-    ):
+    if not param_dtypes or not arg_dtypes or len(param_dtypes | arg_dtypes) == 1 or not _DTYPES.search(str(error)):
         return
     casts = {name: getattr(signature.options, name) for name in ("gather_dtype", "input_dtype")}
     asked_for = (
         " and ".join(f"{name}={dtype}" for name, dtype in casts.items() if dtype)
         or "no gather_dtype and no input_dtype"
     )
-    first, second = (listed(sorted(map(str, dtypes))) for dtypes in (parameter_dtypes, argument_dtypes))
+    first, second = (listed(sorted(map(str, dtypes))) for dtypes in (param_dtypes, arg_dtypes))
     raise RuntimeError(
         f"{signature}: its function gets parameters of {first} and other arguments of {second}, which it mixes "
         f"({error}). With {asked_for}: gather_dtype is the dtype in which it gets parameters, input_dtype that of its "

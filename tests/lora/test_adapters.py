@@ -602,7 +602,7 @@ SAID: dict[str, tuple[str, ...]] = {
     "one, merged, kind": ("ValueError", "q_proj is a Linear, and its adapter is for weights of kind 'conv1d'"),
     "one, merged, magnitude": ("ValueError", "has parts of (2, 32), (32, 2), (1,)"),
     "turned, shape": ("ValueError", "head.0 is of shape [11, 16], and its adapter for [32, 32]"),
-    "numbers": ("TypeError", "targets=[3]"),
+    "numbers": ("TypeError", "targets must be a regular expression", "got [3]"),
     "rank": ("ValueError", "rank must be an int of at least 1, got 0"),
     "rank, float": ("ValueError", "rank must be an int of at least 1, got 2.0"),
     "rank_pattern": ("ValueError", "rank_pattern: nothing that gets an adapter matches 'v_proj'"),
