@@ -7,7 +7,6 @@ its path from the folder of packages on.
 from __future__ import annotations
 
 import contextlib
-import dis
 import functools
 import getpass
 import hashlib
@@ -16,17 +15,10 @@ import os
 import site
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from types import TracebackType
 from typing import Any, TypeVar
 
 MOST = 2000
 """The most characters of a message."""
-
-FOLDS = os.environ.get("SHARDFN_TRACEBACKS", "folded") != "full"
-"""Whether tracebacks leave out the package's own frames."""
-
-_BETWEEN = ("torch", "optree", "contextlib", "functools", "concurrent", "threading")  # packages that it calls it by
-_RAISE = dis.opmap["RAISE_VARARGS"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -89,30 +81,6 @@ def byte_count(n: int) -> str:
     return amount(n, "B")
 
 
-def short_errors(f: F) -> F:
-    """Wraps a function so that errors end at the caller's line: see `_folded`.
-
-    Messages of the package's own errors have at most `MOST` characters; types and causes stay.
-    """
-
-    @functools.wraps(f)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return f(*args, **kwargs)
-        except Exception as error:
-            message = error.args[0] if len(error.args) == 1 else None
-            if isinstance(message, str) and len(message) > MOST and _ours(_innermost(error.__traceback__)):
-                error.args = (bounded(message),)
-            if FOLDS:
-                each: BaseException | None = error
-                while each is not None:
-                    each.__traceback__ = _folded(each)
-                    each = each.__cause__
-            raise
-
-    return run  # type: ignore[return-value]
-
-
 def advised(advice: Mapping[str, str], otherwise: str) -> Callable[[F], F]:
     """Wraps a function so that errors about the arguments of a call end in what to write.
 
@@ -139,46 +107,6 @@ def advised(advice: Mapping[str, str], otherwise: str) -> Callable[[F], F]:
         return run  # type: ignore[return-value]
 
     return wrap
-
-
-def _folded(error: BaseException) -> TracebackType | None:
-    """An error's traceback without the package's own frames, and torch's between them, as JAX filters its own.
-
-    Only if the package raised it to say something, or code that the package called: what else goes wrong inside of the
-    package, or of torch where the package calls it, keeps all frames.
-    """
-    frames: list[TracebackType] = []
-    trace, inside = error.__traceback__, False
-    while trace is not None:
-        inside = _ours(trace) or (inside and _package(trace) in _BETWEEN)
-        if not inside:
-            frames.append(trace)
-        trace = trace.tb_next
-    last = _innermost(error.__traceback__)
-    if inside and last is not None and not getattr(error, "_shardfn_folded", False):
-        raises = _ours(last) and last.tb_frame.f_code.co_code[last.tb_lasti] == _RAISE
-        if isinstance(error, AssertionError) or not (raises or isinstance(error, Warning)):
-            return error.__traceback__
-    error._shardfn_folded = True  # type: ignore[attr-defined]
-    folded = None
-    for trace in reversed(frames):
-        folded = TracebackType(folded, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
-    return folded
-
-
-def _innermost(trace: TracebackType | None) -> TracebackType | None:
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace
-
-
-def _package(trace: TracebackType) -> str:
-    return str(trace.tb_frame.f_globals.get("__name__")).split(".")[0]
-
-
-def _ours(trace: TracebackType | None) -> bool:
-    """Whether a frame is of this package."""
-    return trace is not None and _package(trace) == __name__.split(".")[0]
 
 
 def _where(text: str) -> str:

@@ -11,9 +11,9 @@ from benchmarks.structure import circles, code_lines, floors, house
 ROOT = Path(__file__).resolve().parents[1]
 # From below: each imports only what stands before it.
 ORDER = [
-    "quoting", "local_paths", "callers", "compat", "debugging", "mesh", "quant", "check", "collectives", "tiers",
-    "simulated", "shards", "testing", "transforms", "optim", "checkpoint", "stages", "compiled", "forward_mode",
-    "plans", "curvature", "parallel", "interop", "lora", "run", "translate", "shapes", "cli",
+    "quoting", "tracebacks", "local_paths", "callers", "compat", "debugging", "mesh", "quant", "check", "collectives",
+    "tiers", "simulated", "shards", "testing", "transforms", "optim", "checkpoint", "stages", "compiled",
+    "forward_mode", "plans", "curvature", "parallel", "interop", "lora", "run", "translate", "shapes", "cli",
 ]  # fmt: skip
 
 

@@ -44,7 +44,7 @@ PHRASES = {
     r"cut (?:over|along|into|between)": "sharded over, split into",
 }
 ALLOWED = {
-    "names of locals and parameters": 137,
+    "names of locals and parameters": 135,
     "names of functions": 213,
     "names of functions in more than two modules": 182,
     "names of classes in several modules": 2,

@@ -31,18 +31,19 @@ from shardfn.mesh import waiting
 from shardfn.mesh.axes import device_of
 from shardfn.mesh.scope import mesh_of, scope
 from shardfn.quant.packed import Packed
-from shardfn.quoting import listed, short_errors
+from shardfn.quoting import listed
 from shardfn.shards.boxes import whole
 from shardfn.shards.layout import FlatShard, is_flat
 from shardfn.shards.pieces import is_unit
 from shardfn.tiers.copying import read
 from shardfn.tiers.placing import brought
+from shardfn.tracebacks import api_boundary
 
 STEP = 2**23  # bytes that are gathered or written at a time
 
 
 @waiting.during("sf.checkpoint.export")
-@short_errors
+@api_boundary
 def export(
     path: str | os.PathLike[str],
     params: Any,
@@ -111,7 +112,7 @@ def export(
 
 
 @waiting.during("sf.checkpoint.import_")
-@short_errors
+@api_boundary
 def import_(
     path: str | os.PathLike[str],
     like: Any,

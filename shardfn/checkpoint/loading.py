@@ -24,15 +24,16 @@ from shardfn.checkpoint.saving import finish
 from shardfn.checkpoint.team import CheckpointError, RankGroup, on_each_rank, team_of
 from shardfn.local_paths import local_path
 from shardfn.mesh import waiting
-from shardfn.quoting import listed, short_errors
+from shardfn.quoting import listed
 from shardfn.shards.boxes import whole
 from shardfn.tiers import copying
+from shardfn.tracebacks import api_boundary
 
 _log = logging.getLogger("shardfn")
 
 
 @waiting.during("sf.checkpoint.load")
-@short_errors
+@api_boundary
 def load(
     path: str | os.PathLike[str],
     like: Any,

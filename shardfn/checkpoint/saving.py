@@ -20,14 +20,14 @@ from shardfn.checkpoint.writing import Save, Surplus
 from shardfn.compat import devices
 from shardfn.local_paths import local_path
 from shardfn.mesh import waiting
-from shardfn.quoting import short_errors
+from shardfn.tracebacks import api_boundary
 
 Busy = Literal["wait", "refuse"]
 _log = logging.getLogger("shardfn")
 
 
 @waiting.during("sf.checkpoint.save")
-@short_errors
+@api_boundary
 def save(path: str | os.PathLike[str], state: Any, *, keep: int | None = None, overwrite: bool = False) -> None:
     """Writes training state, on all ranks together, to a folder that all of them see.
 
@@ -118,7 +118,7 @@ class Pending:
 
 
 @waiting.during("sf.checkpoint.save_async")
-@short_errors
+@api_boundary
 def save_async(
     path: str | os.PathLike[str], state: Any, *, keep: int | None = None, overwrite: bool = False, busy: Busy = "wait"
 ) -> Pending:

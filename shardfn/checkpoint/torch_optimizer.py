@@ -25,9 +25,10 @@ from shardfn.checkpoint.saving import finish
 from shardfn.checkpoint.team import CheckpointError, on_each_rank
 from shardfn.mesh import waiting
 from shardfn.mesh.spec import joined
-from shardfn.quoting import listed, short_errors
+from shardfn.quoting import listed
 from shardfn.shards.boxes import Ints, whole
 from shardfn.shards.pieces import spread, units
+from shardfn.tracebacks import api_boundary
 
 SLOTS = {"mean": "exp_avg", "square": "exp_avg_sq"}
 NUMBERS: dict[str, tuple[str, int | None]] = {  # our name -> torch's name, and the index where torch has a pair
@@ -38,7 +39,7 @@ Make = type[torch.optim.Adam] | type[torch.optim.AdamW]
 Group = dict[str, Any]
 
 
-@short_errors
+@api_boundary
 def torch_optimizer(state: Any, make: Make = torch.optim.AdamW, **numbers: Any) -> dict[str, Any]:
     """The state of `adam` or `adamw` in the form of torch's optimizers, for `save`.
 
@@ -81,7 +82,7 @@ def torch_optimizer(state: Any, make: Make = torch.optim.AdamW, **numbers: Any) 
 
 
 @waiting.during("sf.checkpoint.load_torch_optimizer")
-@short_errors
+@api_boundary
 def load_torch_optimizer(
     path: str | os.PathLike[str],
     state: Any,

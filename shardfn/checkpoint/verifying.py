@@ -15,8 +15,8 @@ from shardfn.checkpoint.manifest import MANIFEST, METADATA, Chunk, Manifest, rea
 from shardfn.checkpoint.reading import OTHER, Report, ReusedMemory, blocks, elements, located, meter, silent
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.local_paths import local_path
-from shardfn.quoting import short_errors
 from shardfn.shards.boxes import whole
+from shardfn.tracebacks import api_boundary
 
 Count = Callable[[int], None]
 
@@ -53,7 +53,7 @@ class Verdict:
     damage: list[Damage]
 
 
-@short_errors
+@api_boundary
 def verify(path: str | os.PathLike[str], report: Report = silent) -> Verdict:
     """Reads every byte of a checkpoint and compares checksums, in one process.
 

@@ -25,14 +25,15 @@ from shardfn.compiled.tracing import TENSOR, TracedCall
 from shardfn.mesh import comparisons, watchdog
 from shardfn.mesh.axes import known_axes
 from shardfn.mesh.scope import scope
-from shardfn.quoting import listed, short_errors
+from shardfn.quoting import listed
+from shardfn.tracebacks import api_boundary
 
 F = TypeVar("F", bound=Callable[..., Any])
 _log = logging.getLogger("shardfn")
 _aten: Any = torch.ops.aten
 
 
-@short_errors
+@api_boundary
 def compile(step: F, /, *, mesh: DeviceMesh | None = None) -> F:
     """The step as one compiled program: its operations are fused, and its collectives keep the schedule of the stages.
 

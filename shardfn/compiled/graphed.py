@@ -23,8 +23,9 @@ from shardfn.compiled.surroundings import changed, kept, surroundings
 from shardfn.debugging import KINDS, debugging
 from shardfn.mesh.scope import current_mesh, mesh_of
 from shardfn.mesh.spec import dotted
-from shardfn.quoting import listed, short, short_errors
+from shardfn.quoting import listed, short
 from shardfn.shards.layout import flat_shards
+from shardfn.tracebacks import api_boundary
 from shardfn.transforms.autodiff import name_of
 from shardfn.transforms.checking import asked
 
@@ -41,7 +42,7 @@ ALIKE = (
 _NUMBERS = {int: torch.int64, float: torch.float64}
 
 
-@short_errors
+@api_boundary
 def graphed(step: F, /, *, mesh: DeviceMesh | None = None) -> F:
     """The step as one graph: after a few calls the host launches all its work at once, in place of each operation.
 
@@ -107,7 +108,7 @@ class Graphs:
     def wrapped(self) -> Callable[..., Any]:
         """The step by graphs."""
 
-        @short_errors
+        @api_boundary
         @functools.wraps(self.step)
         def call(*args: Any, **kwargs: Any) -> Any:
             return self.called(args, kwargs)

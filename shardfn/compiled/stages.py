@@ -310,7 +310,7 @@ class Traced(Schedule):
 
     def before(self, call: Call) -> list[Wanted]:
         """What backward needs next and forward has left; what it has not is gathered where a call needs it."""
-        return [one for one in super().before(call) if self._found(one.key) is not None]
+        return [request for request in super().before(call) if self._found(request.key) is not None]
 
     def _read_ahead(self, layouts: Sequence[Any], shards: Sequence[Tensor]) -> None:
         """Nothing: a gather of the graph reads its shards itself."""

@@ -22,10 +22,10 @@ from shardfn.compat.norms import WrittenOut
 from shardfn.forward_mode.jvp import by_transposes, followed
 from shardfn.mesh.planned import planned
 from shardfn.mesh.scope import scope_of
-from shardfn.quoting import short_errors
 from shardfn.shards.layout import Layout, flat_shards
 from shardfn.shards.partition import with_leaves
 from shardfn.shards.unsharding import unshard
+from shardfn.tracebacks import api_boundary
 from shardfn.transforms.autodiff import Variables, name_of, positions
 
 Argnums = int | Sequence[int]
@@ -117,7 +117,7 @@ def _jacobian(
 ) -> Callable[..., Any]:
     """A function that returns the Jacobian of `f`, computed by `_by_rows` or `_by_columns`."""
 
-    @short_errors
+    @api_boundary
     @functools.wraps(f)
     def differentiated(*args: Any, **kwargs: Any) -> Any:
         chosen = positions(name, f, argnums, args)

@@ -18,14 +18,15 @@ from shardfn.compat.replacing import replaced
 from shardfn.compat.scripted import written_in_python
 from shardfn.forward_mode.paired_call import paired
 from shardfn.forward_mode.watched import Watched, refuse_applied
-from shardfn.quoting import short, short_errors
+from shardfn.quoting import short
 from shardfn.shards.partition import with_leaves
 from shardfn.stages.stage import way
+from shardfn.tracebacks import api_boundary
 from shardfn.transforms.autodiff import moves, name_of
 from shardfn.transforms.step import OutsideGradient, pushing
 
 
-@short_errors
+@api_boundary
 def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], *, has_aux: bool = False) -> Any:
     """The value of a function, and its derivative in a direction, as `jax.jvp`.
 

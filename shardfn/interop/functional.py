@@ -48,17 +48,18 @@ from shardfn.mesh import waiting
 from shardfn.mesh.grid import AxisName
 from shardfn.mesh.selectors import Chosen, Which, chosen
 from shardfn.mesh.spec import P, joined
-from shardfn.quoting import listed, short_errors
+from shardfn.quoting import listed
 from shardfn.shards.layout import FlatShard, Layout, flat_shards
 from shardfn.shards.placement import Strategy
 from shardfn.shards.sharding import Specs, shard
 from shardfn.shards.unsharding import unshard
 from shardfn.stages.stage import layers, stage
+from shardfn.tracebacks import api_boundary
 
 SMALL = 2**14  # parameters
 
 
-@short_errors
+@api_boundary
 def functional(
     module: nn.Module,
     stages: Boundaries | None = None,

@@ -34,12 +34,13 @@ from shardfn.mesh.selectors import Which
 from shardfn.mesh.spec import dotted, leaves_by_path
 from shardfn.quant.formats import Format
 from shardfn.quant.packed import Packed, is_packed, pack
-from shardfn.quoting import listed, short_errors
+from shardfn.quoting import listed
 from shardfn.shards.boxes import Box, steps, whole
 from shardfn.shards.layout import Layout, is_flat, local_parameters
 from shardfn.shards.placement import Strategy
 from shardfn.shards.sharding import Rules, Specs, agreed
 from shardfn.tiers import copying
+from shardfn.tracebacks import api_boundary
 
 _SOURCE = ("the sources", "source= is the one rank that has the files, and the same number on every rank")
 _SEED = ("the seeds", "seed= is the same number on every rank: parameters that begin with random numbers are cut")
@@ -49,7 +50,7 @@ _log = logging.getLogger("shardfn")
 
 
 @waiting.during("sf.interop.load")
-@short_errors
+@api_boundary
 def load(
     folder: Source | None,
     model: Functional,

@@ -30,16 +30,17 @@ from shardfn.mesh import waiting
 from shardfn.mesh.spec import leaves_by_path
 from shardfn.quant import bitsandbytes
 from shardfn.quant.packed import Packed, is_packed
-from shardfn.quoting import listed, short_errors
+from shardfn.quoting import listed
 from shardfn.shards.boxes import flaw, whole
 from shardfn.shards.layout import flat_shards, is_flat
+from shardfn.tracebacks import api_boundary
 
 SETTINGS = ".settings.writing"  # holds the other files until all are complete
 CONFIG = "config.json"  # without which `from_pretrained` finds no model
 
 
 @waiting.during("sf.interop.save_pretrained")
-@short_errors
+@api_boundary
 def save_pretrained(
     folder: str | os.PathLike[str],
     model: Functional,

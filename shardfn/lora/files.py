@@ -30,11 +30,12 @@ from shardfn.lora.init import by_stage, values_of, without_values
 from shardfn.mesh import waiting
 from shardfn.mesh.axes import grid_of
 from shardfn.mesh.spec import joined, leaves_by_path
-from shardfn.quoting import listed, short_errors
+from shardfn.quoting import listed
 from shardfn.shards.layout import flat_shards, is_stage
 from shardfn.shards.placement import Strategy
 from shardfn.shards.sharding import shard
 from shardfn.shards.unsharding import unshard
+from shardfn.tracebacks import api_boundary
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
@@ -51,7 +52,7 @@ _HARMLESS = {
 
 
 @waiting.during("sf.lora.save_pretrained")
-@short_errors
+@api_boundary
 def save_pretrained(folder: str | os.PathLike[str], model: Functional, adapters: Any) -> None:
     """Writes the adapters of a model in peft's format; all ranks call it.
 
@@ -245,7 +246,7 @@ def _write(folder: Path, tensors: dict[str, Tensor], config: str) -> None:
 
 
 @waiting.during("sf.lora.load")
-@short_errors
+@api_boundary
 def load(
     folder: str | os.PathLike[str], model: Functional, mesh: DeviceMesh, strategy: Strategy, *, params: Any = None
 ) -> Any:

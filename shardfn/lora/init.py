@@ -34,13 +34,13 @@ from shardfn.lora.targets import (
 from shardfn.mesh import waiting
 from shardfn.mesh.spec import joined, leaves_by_path
 from shardfn.quant.packed import Packed, is_packed
-from shardfn.quoting import short_errors
 from shardfn.shards.layout import is_stage, stage_shards
 from shardfn.shards.random import int_seed, mixed
 from shardfn.shards.unsharding import unshard
+from shardfn.tracebacks import api_boundary
 
 
-@short_errors
+@api_boundary
 @waiting.during("sf.lora.init")
 def init(
     base: Any,

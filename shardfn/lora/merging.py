@@ -18,18 +18,19 @@ from shardfn.mesh import waiting
 from shardfn.mesh.scope import mesh_of
 from shardfn.mesh.spec import dotted, leaves_by_path
 from shardfn.quant.packed import dequantize, is_packed
-from shardfn.quoting import listed, short_errors
+from shardfn.quoting import listed
 from shardfn.shards.layout import FlatShard, Range, is_flat, is_stage, local_parameters, stage_shards
 from shardfn.shards.sharding import Rules, agreed
 from shardfn.shards.unsharding import unshard
 from shardfn.tiers import copying
 from shardfn.tiers.placing import brought
+from shardfn.tracebacks import api_boundary
 
 _log = logging.getLogger("shardfn")
 
 
 @waiting.during("sf.lora.merge")
-@short_errors
+@api_boundary
 def merge(params: Any, adapters: Any, model: Functional | None = None) -> Any:
     """Merges adapters into parameters, which then give the same results without them, to rounding; all ranks call it.
 
@@ -77,7 +78,7 @@ def merge(params: Any, adapters: Any, model: Functional | None = None) -> Any:
 
 
 @waiting.during("sf.lora.unmerge")
-@short_errors
+@api_boundary
 def unmerge(params: Any, adapters: Any, model: Functional | None = None) -> Any:
     """The inverse of `merge`, to rounding in the dtype of the parameters.
 

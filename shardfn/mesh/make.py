@@ -22,12 +22,13 @@ from shardfn.mesh.grid import Grid, show
 from shardfn.mesh.groups import connected, group_over
 from shardfn.mesh.planned import planned
 from shardfn.mesh.start import check_device, claim_device, idle_devices, patience, start_distributed
-from shardfn.quoting import advised, short, short_errors
+from shardfn.quoting import advised, short
+from shardfn.tracebacks import api_boundary
 
 _log = logging.getLogger("shardfn")
 
 
-@short_errors
+@api_boundary
 @advised({}, "axes have names, the slowest first: make_mesh(data=2, tensor=4)")
 def make_mesh(
     *, device: str | None = None, scratch: Any = None, timeout: float | timedelta | None = None, **sizes: int

@@ -17,9 +17,10 @@ from shardfn.optim.guard import guarded, guarded_update
 from shardfn.optim.hyperparameters import kind
 from shardfn.optim.sharded_state import divides_init, divides_step
 from shardfn.quant.packed import is_packed
-from shardfn.quoting import listed, short_errors
+from shardfn.quoting import listed
 from shardfn.shards.layout import Layout
 from shardfn.shards.pieces import Segment, is_unit, pairs, units
+from shardfn.tracebacks import api_boundary
 
 Rule = Callable[[str, tuple[int, ...]], Any]
 """A value for each parameter: a function of its path, such as `blocks.0.attn.q`, and its whole shape."""
@@ -174,7 +175,7 @@ def _each_once(init: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return checked
 
 
-@short_errors
+@api_boundary
 def shard_state(optimizer: Optimizer, axis: AxisName) -> Optimizer:
     """The optimizer with its state sharded over the replica axis `axis` too; ZeRO-1 for any strategy.
 

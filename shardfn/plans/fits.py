@@ -8,7 +8,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardfn.quoting import byte_count, short, short_errors
+from shardfn.quoting import byte_count, short
+from shardfn.tracebacks import api_boundary
 
 if TYPE_CHECKING:
     from shardfn.plans.plan import Plan
@@ -86,7 +87,7 @@ class Fit:
         return self.reason
 
 
-@short_errors
+@api_boundary
 def fits(plan: Plan, memory: str | int, reserve: str | int = RESERVE) -> Fit:
     """Compares a plan's peak with a device's memory.
 

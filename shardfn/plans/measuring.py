@@ -22,13 +22,14 @@ from shardfn.compat import process_groups
 from shardfn.mesh.axes import device_of, sizes
 from shardfn.mesh.grid import show
 from shardfn.plans.machines import OPERATIONS, Chip, Curve, Links, nodes_of
-from shardfn.quoting import short, short_errors
+from shardfn.quoting import short
+from shardfn.tracebacks import api_boundary
 
 SIZES = tuple(2**k for k in range(12, 25, 2))  # 4 KiB to 16 MiB
 _BUDGET = 0.2  # seconds for the repetitions of one entry, after the first
 
 
-@short_errors
+@api_boundary
 def measure_links(
     mesh: DeviceMesh, *, sent: Sequence[int] = SIZES, repeats: int = 5, per_node: int | None = None
 ) -> Links:
@@ -163,7 +164,7 @@ def _finish(device: torch.device) -> None:
 # --- one device ---
 
 
-@short_errors
+@api_boundary
 def measure_chip(device: torch.device | str = "cpu", *, dtypes: Sequence[torch.dtype] = (), side: int = 0) -> Chip:
     """Measures how fast a device multiplies matrices and moves memory.
 

@@ -18,7 +18,7 @@ from shardfn.mesh.spec import P, dotted, joined
 from shardfn.optim.optimizer import Optimizer, must_be_optimizer
 from shardfn.optim.torch import comes_later
 from shardfn.quant.packed import is_packed
-from shardfn.quoting import listed, short_errors
+from shardfn.quoting import listed
 from shardfn.shards.blocks import Blocks
 from shardfn.shards.init import drawn_hollow
 from shardfn.shards.layout import FlatShard, Layout, flat_shards, is_flat
@@ -27,6 +27,7 @@ from shardfn.shards.placement import Strategy
 from shardfn.shards.sharding import Rules, Specs
 from shardfn.tiers import placing
 from shardfn.tiers.tensors import ALIGNMENT
+from shardfn.tracebacks import api_boundary
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Memory:
         return "\n".join(lines)
 
 
-@short_errors
+@api_boundary
 def memory(
     params: Any,
     optimizer: Optimizer | None = None,

@@ -26,11 +26,12 @@ from shardfn.plans.places import SourceLocation
 from shardfn.plans.plan import Plan
 from shardfn.plans.recorder import MemoryBlock, PlanRecorder
 from shardfn.quant.packed import is_packed
-from shardfn.quoting import listed, short, short_errors
+from shardfn.quoting import listed, short
 from shardfn.shards.layout import flat_shards, is_flat
 from shardfn.simulated.clocks import HOST
 from shardfn.simulated.device import Device, simulated
 from shardfn.tiers import transfers
+from shardfn.tracebacks import api_boundary
 
 
 @contextlib.contextmanager
@@ -113,7 +114,7 @@ def _collecting_little() -> Iterator[None]:
         gc.unfreeze()
 
 
-@short_errors
+@api_boundary
 def plan(step: Callable[..., Any], *args: Any, mesh: DeviceMesh | None = None, **kwargs: Any) -> Plan:
     """Plans a step inside `planning`: all that a rank computes, sends and holds, without running it on numbers.
 

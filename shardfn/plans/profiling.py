@@ -31,9 +31,9 @@ from shardfn.plans.plan import Plan
 from shardfn.plans.planning import mark, mesh_for, named, plan_of
 from shardfn.plans.recorder import MemoryBlock, OpenWork, PlanRecorder
 from shardfn.plans.schedule import Work
-from shardfn.quoting import short_errors
 from shardfn.simulated.device import Device
 from shardfn.simulated.operations import launches
+from shardfn.tracebacks import api_boundary
 
 _COLLECTIVES = ("c10d", "_c10d_functional")
 _STREAM = 1  # the number of the device's own stream among drafts, where 0 is the host
@@ -57,7 +57,7 @@ class Profile(Plan):
         return f"{super().title}, measured"
 
 
-@short_errors
+@api_boundary
 def profile_step(
     step: Callable[..., Any], *args: Any, mesh: DeviceMesh | None = None, **kwargs: Any
 ) -> tuple[Profile, Any]:

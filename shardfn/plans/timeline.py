@@ -12,7 +12,8 @@ from shardfn.plans import presets
 from shardfn.plans.drawing import duration
 from shardfn.plans.machines import Chip, Links, nodes_of
 from shardfn.plans.schedule import Work
-from shardfn.quoting import short, short_errors
+from shardfn.quoting import short
+from shardfn.tracebacks import api_boundary
 
 if TYPE_CHECKING:
     from shardfn.plans.plan import Plan
@@ -78,7 +79,7 @@ class Timeline:
         return f"{head}; MFU {100 * self.utilization:.1f} %{speed}"
 
 
-@short_errors
+@api_boundary
 def timed(
     plan: Plan, links: Links | str, chip: Chip | str, per_node: int | None = None, tokens: float | None = None
 ) -> Timeline:

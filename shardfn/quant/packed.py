@@ -13,7 +13,8 @@ from shardfn.compat import pytrees
 from shardfn.mesh.selectors import Which, chosen
 from shardfn.mesh.spec import dotted, is_dtensor, places_itself
 from shardfn.quant.formats import Format, check_format
-from shardfn.quoting import listed, short_errors
+from shardfn.quoting import listed
+from shardfn.tracebacks import api_boundary
 
 
 class Packed:
@@ -101,7 +102,7 @@ def pack(x: Tensor, format: Format) -> Packed:
     return Packed(values, format, tuple(x.shape), x.dtype)
 
 
-@short_errors
+@api_boundary
 def quantize(tree: Any, format: Format, names: Which | None = None) -> Any:
     """Quantises some parameters of a tree.
 

@@ -18,7 +18,6 @@ from shardfn.collectives.agree import agree, failing_together
 from shardfn.mesh.axes import device_of, sizes
 from shardfn.mesh.grid import AxisName
 from shardfn.optim.hyperparameters import check_integer
-from shardfn.quoting import short_errors
 from shardfn.run.batch_consistency import Peers, Read, State, axes_of, peers, together
 from shardfn.run.collating import Collate, Lengths, Pad, lengths_of
 from shardfn.run.feeding import ahead, locked
@@ -26,6 +25,7 @@ from shardfn.run.order import RARE, Last, Order, Sample, Sampled, Sampler, chose
 from shardfn.run.sources import NAME, BatchReader, by_workers, opened, portion, sampled
 from shardfn.run.streams import Stream, Streamed, stream_facts
 from shardfn.shards.random import int_seed
+from shardfn.tracebacks import api_boundary
 
 _SOURCES = (
     "the arguments",
@@ -80,7 +80,7 @@ class Batches:
         return self.steps
 
 
-@short_errors
+@api_boundary
 def batches(
     source: Any,
     mesh: DeviceMesh,

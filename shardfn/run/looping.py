@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from shardfn.checkpoint.team import RankGroup, team_of
 from shardfn.optim.torch import comes_later
-from shardfn.quoting import listed, short_errors
+from shardfn.quoting import listed
 from shardfn.run.agreeing import REASONS, Failing, Word, WordExchange, common, compare
 from shardfn.run.arguments import Evaluation, LoopOptions, Stop, asked
 from shardfn.run.async_metrics import STEPS, Late, StepFigures, checked
@@ -28,13 +28,14 @@ from shardfn.run.nonfinite import explain, not_numbers, wrong_metrics
 from shardfn.run.randomness import grids, place, seed_all
 from shardfn.run.reports import Report, Reports
 from shardfn.run.stepping import UNCHANGED, Kinds, Stepping, Unchanged, kinds_of, same_rows_refused
+from shardfn.tracebacks import api_boundary
 
 State = TypeVar("State")
 Batch = TypeVar("Batch")
 _log = logging.getLogger("shardfn")
 
 
-@short_errors
+@api_boundary
 def loop(
     step: Callable[[State, Batch], tuple[State, Mapping[str, Any]]]
     | Callable[[State, Batch, int], tuple[State, Mapping[str, Any]]],

@@ -18,16 +18,16 @@ from shardfn.mesh.planned import planned
 from shardfn.mesh.selectors import Which
 from shardfn.mesh.spec import P, dotted, joined
 from shardfn.quant.packed import is_packed, pack
-from shardfn.quoting import short_errors
 from shardfn.shards.placement import Strategy
 from shardfn.shards.random import DrawContext, int_seed, mixed
 from shardfn.shards.sharding import Rules, Specs, agreed, refuse_second, refuse_sparse
+from shardfn.tracebacks import api_boundary
 
 Make = Callable[[torch.Generator], Any]
 Fill = Callable[[str, Tensor, torch.Generator], Tensor]
 
 
-@short_errors
+@api_boundary
 def init(makers: Any, seed: int, *, fill: Fill | None = None) -> Any:
     """Whole parameters from a tree of makers; on one process the same as `init_sharded` gives on many.
 
@@ -57,7 +57,7 @@ def init(makers: Any, seed: int, *, fill: Fill | None = None) -> Any:
     return _made(makers, "", seed, fill)
 
 
-@short_errors
+@api_boundary
 def init_sharded(
     makers: Any,
     seed: int,

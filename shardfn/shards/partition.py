@@ -12,14 +12,15 @@ from torch import Tensor
 
 from shardfn.mesh.selectors import Chosen, Which, chosen
 from shardfn.mesh.spec import dotted
-from shardfn.quoting import listed, short_errors
+from shardfn.quoting import listed
 from shardfn.shards.layout import is_flat
 from shardfn.shards.pieces import names_of, path_in
+from shardfn.tracebacks import api_boundary
 
 T = TypeVar("T")
 
 
-@short_errors
+@api_boundary
 def partition(tree: Any, predicate: Which) -> tuple[Any, Any]:
     """Two trees of one structure: the chosen parameters, and the rest, each with None in place of the other's leaves.
 

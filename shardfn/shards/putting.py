@@ -9,15 +9,16 @@ from torch import Tensor
 
 from shardfn.compat import functorch
 from shardfn.mesh.scope import mesh_of
-from shardfn.quoting import short, short_errors
+from shardfn.quoting import short
 from shardfn.shards.blocks import Blocks
 from shardfn.shards.layout import Layout
 from shardfn.shards.pieces import is_unit
 from shardfn.shards.placement import Tier
 from shardfn.tiers import placing
+from shardfn.tracebacks import api_boundary
 
 
-@short_errors
+@api_boundary
 def put(tree: Any, tier: Tier) -> Any:
     """The same tree with the values of its shards on a tier, as `jax.device_put` to a memory kind.
 

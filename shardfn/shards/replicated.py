@@ -18,9 +18,10 @@ from shardfn.mesh.grid import Grid
 from shardfn.mesh.planned import planned
 from shardfn.mesh.scope import current_mesh, mesh_of
 from shardfn.mesh.spec import dotted
-from shardfn.quoting import findings, listed, short_errors
+from shardfn.quoting import findings, listed
 from shardfn.shards.layout import is_flat, local_parameters
 from shardfn.tiers.copying import portions
+from shardfn.tracebacks import api_boundary
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Claim:
     digest: int
 
 
-@short_errors
+@api_boundary
 def assert_replicated(tree: Any, mesh: DeviceMesh | None = None) -> None:
     """Raises an error on every rank unless replicated values are equal bit for bit.
 

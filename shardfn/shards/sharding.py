@@ -23,17 +23,18 @@ from shardfn.mesh.planned import planned
 from shardfn.mesh.selectors import Chosen, Which, chosen
 from shardfn.mesh.spec import ByPath, P, dotted, global_shape, is_dtensor, joined, local_shape, sliced
 from shardfn.quant.packed import Packed, is_packed
-from shardfn.quoting import listed, short_errors
+from shardfn.quoting import listed
 from shardfn.shards.layout import FlatShard, Layout, in_few_bits, is_flat, lay
 from shardfn.shards.placement import Placement, Strategy
 from shardfn.shards.replicated import assert_replicated, checksum
 from shardfn.tiers import copying, placing
+from shardfn.tracebacks import api_boundary
 
 Specs = P | ByPath | Mapping[Any, Any] | Sequence[Any] | Callable[[str, tuple[int, ...]], P]
 """How parameters are cut over other axes than the buffer's: one spec for all, a tree, patterns, or a function."""
 
 
-@short_errors
+@api_boundary
 def shard(
     tree: Any,
     mesh: DeviceMesh,
@@ -76,7 +77,7 @@ def shard(
     return agreed(rules, "shard", lambda: rules.map_stages(tree, rules.cut))
 
 
-@short_errors
+@api_boundary
 def shard_named(
     named: Iterable[tuple[str, Tensor]],
     like: Any,

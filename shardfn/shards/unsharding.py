@@ -19,15 +19,16 @@ from shardfn.mesh.grid import Grid
 from shardfn.mesh.scope import mesh_of, scope
 from shardfn.mesh.selectors import Chosen, Which, chosen
 from shardfn.mesh.spec import dotted
-from shardfn.quoting import listed, short, short_errors
+from shardfn.quoting import listed, short
 from shardfn.shards.layout import FlatShard, Layout, assemble, is_flat, is_stage, stage_shards
 from shardfn.tiers.placing import brought
+from shardfn.tracebacks import api_boundary
 
 Part = tuple[int, int, int, int]
 """Index of a parameter, elements `start` to `stop` of a rank's value, and their position in the rank's piece."""
 
 
-@short_errors
+@api_boundary
 def unshard(
     tree: Any,
     mesh: DeviceMesh | None = None,

@@ -15,8 +15,8 @@ from torch import Tensor
 from shardfn.check import recording
 from shardfn.collectives.capturing import capturing
 from shardfn.compat import functorch
-from shardfn.quoting import short_errors
 from shardfn.tiers.streaming import in_place
+from shardfn.tracebacks import api_boundary
 from shardfn.transforms.autodiff import (
     Variables,
     detached,
@@ -50,7 +50,7 @@ class Accumulation:
         return self._run(params)
 
 
-@short_errors
+@api_boundary
 def accumulate(
     f: Callable[..., Any],
     microbatches: Iterable[Any],

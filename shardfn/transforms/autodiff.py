@@ -19,10 +19,10 @@ from shardfn.check import recording
 from shardfn.collectives import functional
 from shardfn.compat import autograd, dynamo, functorch
 from shardfn.mesh.scope import current_axes, scope_of
-from shardfn.quoting import short_errors
 from shardfn.shards.layout import FlatShard, Layout, is_flat, local_parameters
 from shardfn.shards.partition import with_leaves
 from shardfn.shards.parts import PARTS, note_gradients
+from shardfn.tracebacks import api_boundary
 from shardfn.transforms.modules import module_told
 from shardfn.transforms.step import OutsideGradient, Step
 
@@ -62,7 +62,7 @@ def differentiating(
     """`value_and_grad`; with `unread`, the gradient's tangents are right alone, and it may be anything itself."""
     called = module_told("value_and_grad", f)
 
-    @short_errors
+    @api_boundary
     @functools.wraps(f)
     def differentiated(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if torch.compiler.is_compiling():
@@ -108,7 +108,7 @@ def grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bo
     """
     both = value_and_grad(f, argnums, has_aux=has_aux)
 
-    @short_errors
+    @api_boundary
     @functools.wraps(f)
     def differentiated(*args: Any, **kwargs: Any) -> Any:
         value, gradient = both(*args, **kwargs)

@@ -24,9 +24,10 @@ from shardfn.mesh.lanes import lane
 from shardfn.mesh.planned import planned
 from shardfn.mesh.scope import current_mesh, scope
 from shardfn.mesh.spec import Leaf, P, check, check_own, is_dtensor, local_shape, match, places_itself
-from shardfn.quoting import listed, short_errors
+from shardfn.quoting import listed
 from shardfn.shards.parts import Parts, note_again, note_parts
 from shardfn.shards.replicated import checksum
+from shardfn.tracebacks import api_boundary
 from shardfn.transforms.autodiff import name_of
 from shardfn.transforms.checking import CheckedCall, asked, claim
 
@@ -117,7 +118,7 @@ def shard_map(
     parts: Known = {}
     axes = None if mesh is None else known_axes(mesh)
 
-    @short_errors
+    @api_boundary
     @functools.wraps(function)
     def mapped(*args: Any, **kwargs: Any) -> Any:
         current = current_mesh() if mesh is None else mesh

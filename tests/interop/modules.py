@@ -91,11 +91,12 @@ def product(gradient: Any, p: Any, tangent: Any, forward_mode: bool) -> Any:
 
 
 def backward(loss: Callable[[Any], Tensor]) -> Callable[[Any], Any]:
-    """By autograd's own, on leaves."""
+    """The gradient by autograd's own `backward`, on leaves."""
 
-    def run(params: Any) -> None:
+    def run(params: Any) -> Any:
         leaves = torch.utils._pytree.tree_map(lambda x: x.detach().requires_grad_(), params)
         loss(leaves).backward()
+        return torch.utils._pytree.tree_map(lambda x: x.grad, leaves)
 
     return run
 

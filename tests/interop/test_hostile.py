@@ -30,6 +30,7 @@ from tests.interop.modules import (
     Call,
     Layer,
     Stack,
+    backward,
     linear,
     mapped,
     meshed,
@@ -584,18 +585,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], tuple[str, str
 }
 
 
-def by_backward(loss: Callable[[Any], Tensor]) -> Callable[[Any], Any]:
-    """The gradient by autograd's own `backward`, on leaves."""
-
-    def run(params: Any) -> Any:
-        leaves = torch.utils._pytree.tree_map(lambda x: x.detach().requires_grad_(), params)
-        loss(leaves).backward()
-        return torch.utils._pytree.tree_map(lambda x: x.grad, leaves)
-
-    return run
-
-
-WAYS: dict[str, Any] = {"grad": sf.grad, "torch": torch.func.grad, "backward": by_backward}
+WAYS: dict[str, Any] = {"grad": sf.grad, "torch": torch.func.grad, "backward": backward}
 
 
 def messages() -> dict[tuple[str, str, bool], str]:
