@@ -138,6 +138,15 @@ def test_a_product_of_attention_has_a_plan() -> None:
     assert once.peak.kinds["activations"] < twice.peak.kinds["activations"] < 2 * once.peak.kinds["activations"]
 
 
+def test_only_the_first_layer_is_gathered_at_the_end_of_backward() -> None:
+    [(once, _)] = world(1, "alone").run(of_attention)
+    last = max(
+        i for i, work in enumerate(once.works) if (work.kind, work.phase, work.stage) == ("compute", "backward", "0")
+    )
+    gathered = {held.at: held.kinds.get("gathered", 0) for held in once.held}
+    assert gathered[last] == max(gathered.values()) / 2 > 0
+
+
 def gated(x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
     """A normalised and gated input, and its gradients."""
     x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
