@@ -120,7 +120,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "too many specs": (lambda: mapped(lambda *p: p, (P(),) * LEAVES, tree()), "give one for each"),
     "a spec of an unknown axis": (lambda: mapped(lambda p: p, (P(name(0)),), tree()), "the mesh has data=2"),
-    "a spec that is too long": (lambda: mapped(lambda p: p, (P(*["data"] * 50),), tree()), "an axis cuts a value once"),
+    "a spec that is too long": (lambda: mapped(lambda p: p, (P(*["data"] * 50),), tree()), "an axis shards a"),
     "a spec of too many dimensions": (lambda: mapped(lambda p: p, (P(*[None] * 5000),), tree()), "give it at most 1"),
     "what is no spec": (lambda: mapped(lambda p: p, (name(0) * 50,), tree()), "write P("),
     "a spec of a deep tree that does not divide": (

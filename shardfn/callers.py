@@ -1,4 +1,4 @@
-"""Whose code runs: finds the user's line that led here, in the stack of calls."""
+"""Finds the user's line and function in the call stack, for error messages and warnings."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _LOOPS = f"{PACKAGE}run"
 
 @functools.cache
 def kind_of(file: str) -> Kind:
-    """Whose code a file is.
+    """The owner of a source file's code.
 
     Returns:
-        `"package"` for this one's; `"between"` for torch's, and what else calls on behalf of others; `"python"` for the
-        standard library's; `"installed"` for another package's; otherwise `"user"`.
+        `"package"` for shardfn; `"between"` for torch and modules that call user code, such as `contextlib`; `"python"`
+        for the rest of the standard library; `"installed"` for other packages; otherwise `"user"`.
     """
     if file.startswith(PACKAGE):
         return "package"
@@ -54,7 +54,7 @@ def caller() -> str:
 
 
 def of_thread(thread: int) -> str:
-    """The innermost line of the user on a thread, wherever that is now; empty if there is none."""
+    """The innermost line of the user on a thread at present; empty if there is none."""
     line = _users_line(_lines(sys._current_frames().get(thread)))
     return "" if line == UNKNOWN else line
 
@@ -69,11 +69,11 @@ def raised_at(error: BaseException) -> str:
 
 
 def asked(inner: str) -> str:
-    """The package's function that the user's line calls, for a message of one that runs inside it.
+    """The name of the shardfn function that the user's line calls, for messages from functions inside it.
 
     Args:
-        inner: the name of the function that runs; it is returned if it says more than that, or if the user calls no
-            function by name.
+        inner: the name of the inner function; it is returned if it is no plain name, or if the user's line calls no
+            public function by name.
     """
     if torch.compiler.is_compiling() or not inner.isidentifier():
         return inner
@@ -89,10 +89,9 @@ def asked(inner: str) -> str:
 
 
 def warned(f: Callable[..., Any]) -> tuple[str, int, dict[str, Any]]:
-    """Where a warning about a call of `f` belongs: file, line, and the names of that module.
+    """The location for a warning about a call of `f`: file, line, and that module's globals.
 
-    It is the user's line that calls it. Of a function that this package calls, as a loop calls its step, it is the line
-    that defines it.
+    It is the user's line that calls `f`; or the line that defines `f` if shardfn calls it, as a loop calls its step.
     """
     frame, folders = sys._getframe(1), set()
     while frame.f_back is not None and kind_of(frame.f_code.co_filename) != "user":
@@ -111,7 +110,7 @@ def _lines(frame: FrameType | None) -> Iterator[tuple[str, int]]:
 
 
 def _users_line(lines: Iterable[tuple[str, int]]) -> str:
-    """The first of these lines, from the innermost on, that is the user's, and where it led in another package."""
+    """The innermost of these lines that is the user's, with the line of another package that it led to, if any."""
     within = ""
     for file, number in lines:
         kind = kind_of(file)

@@ -10,11 +10,11 @@ from dataclasses import dataclass, fields
 
 @dataclass
 class Debugging:
-    """The checks that are on, besides those that cost nothing. Read where it matters: `if debugging.memory: ...`.
+    """The optional checks that are on: `if debugging.memory: ...`. Checks without cost are always on.
 
     Attributes:
-        memory: parameters are compared after each call of a stage, and memory that is used again is filled with nan.
-        collectives: before each collective, ranks compare what they are about to do.
+        memory: parameters are compared after each call of a stage, and memory that is reused is filled with nan.
+        collectives: before each collective, ranks compare it.
         nan: after each run of a stage, ranks check that it returned only finite numbers.
     """
 
@@ -33,9 +33,10 @@ _asked: list[dict[str, bool]] = []  # the environment's request, then each open 
 def debug(
     *by_position: object, memory: bool | None = None, collectives: bool | None = None, nan: bool | None = None
 ) -> contextlib._GeneratorContextManager[None]:
-    """Switches checks on or off while the block runs, in the whole process and on all ranks alike.
+    """Switches checks on or off while the block runs, for all threads of the process.
 
-    Without a block, the environment switches them on: `SHARDFN_DEBUG=collectives`, `memory,collectives`, or `all`.
+    All ranks must pass the same. Without a block, the environment switches them on: `SHARDFN_DEBUG=collectives`,
+    `memory,collectives`, or `all`.
 
     Args:
         memory: parameters are compared after each call of a stage, of which writes past autograd show; memory that is
@@ -49,7 +50,7 @@ def debug(
             FloatingPointError on all ranks that run it, with its name, the rank, and whether its inputs were finite.
             Costs a wait of the host and an exchange for each. Code compiled around stages is not checked.
 
-    Checks that are left out stay as they are.
+    Checks that are left out stay unchanged.
 
     Raises:
         TypeError: no check is named, or something is passed by position.
@@ -94,8 +95,8 @@ def by_environment(text: str) -> dict[str, bool]:
     unknown = [word for word in words if word not in (*KINDS, "1", "all", "0")]
     if unknown:
         raise ValueError(
-            f"SHARDFN_DEBUG={text!r}: {', '.join(unknown)} is not a check; it is a list, with commas, "
-            f"of {', '.join(KINDS)}, or 1 or all for all of them"
+            f"SHARDFN_DEBUG={text!r}: {', '.join(unknown)} is not a check. Pass a comma-separated list of "
+            f"{', '.join(KINDS)}; 1 or all selects all of them"
         )
     everything = "1" in words or "all" in words
     return {name: everything or name in words for name in KINDS}

@@ -1,7 +1,7 @@
-"""How errors quote long values and places in files.
+"""Shortens long values and paths for error messages.
 
-Of a long value: the beginning, how much more there is, and a file with the whole. Of a file of an installed package:
-its path from the folder of packages on.
+Of a long value, a message has the beginning, the length of the rest, and the path of a file with all of it. Paths of
+installed packages begin below the folder of packages.
 """
 
 from __future__ import annotations

@@ -402,7 +402,7 @@ STRANGE: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "norms": (lambda: sf.optim.global_norm(sparse()), ["w is torch.sparse_coo", "to_dense()"]),
     "tokens": (lambda: sf.parallel.embedding(torch.ones(3), T), ["tokens are torch.float32 (3,)", "integers"]),
-    "table": (lambda: sf.parallel.embedding(torch.ones(3).long(), T[0]), ["the table has shape (6,)", "[v, d]"]),
+    "table": (lambda: sf.parallel.embedding(torch.ones(3).long(), T[0]), ["table must have shape [v, d]", "got (6,)"]),
 }
 
 
@@ -531,14 +531,14 @@ MEANT: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         [
             "parameters of torch.float32",
             "arguments of torch.bfloat16",
-            "With input_dtype=torch.bfloat16",
-            "both the same",
+            "with input_dtype=torch.bfloat16",
+            "Pass the same gather_dtype",
         ],
     ),
     "dtypes in jvp": (
         lambda: mixes(lambda f, p: torch.func.jvp(f, (p,), (p,)), gather_dtype=torch.bfloat16),
         RuntimeError,
-        ["parameters of torch.bfloat16", "With gather_dtype=torch.bfloat16"],
+        ["parameters of torch.bfloat16", "with gather_dtype=torch.bfloat16"],
     ),
     "writes": (lambda: writes(sf.grad), RuntimeError, ["writes into a parameter", "p * 0.9 for p.mul_(0.9)"]),
     "writes in parts": (

@@ -27,7 +27,7 @@ class Argument:
         plain: whether a spec cuts it, rather than a layout.
         constant: whether all of its elements are equal.
         spec: the spec as it was declared.
-        rows: the axes that cut its first dimension.
+        rows: the axes that shard its first dimension.
     """
 
     path: str

@@ -294,7 +294,7 @@ class Facts:
         detaches: whether its result has no derivative.
         reduction: position of a loss's `reduction` argument; None for other ops.
         dims: position and default of the argument with the dimensions that it reduces; None without one.
-        statistics: whether it normalises by batch statistics when it trains.
+        statistics: whether it normalizes by batch statistics when it trains.
     """
 
     base: str

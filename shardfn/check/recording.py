@@ -357,7 +357,7 @@ COLLECTIVES = {
 
 
 def pieces(tree: Any) -> dict[int, tuple[str, ...]]:
-    """Returns the axes that cut each flat shard in a tree, by the identity of its values."""
+    """Returns the axes that shard each flat shard in a tree, by the identity of its values."""
     nodes = optree.tree_leaves(tree, is_leaf=lambda node: hasattr(node, "layout") and hasattr(node, "values"))
     return {
         id(node.values): node.layout.placement.axes

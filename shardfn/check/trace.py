@@ -81,7 +81,7 @@ class CollectiveCall(NamedTuple):
         number: its argument, if that is a Python number.
         own: whether a line of the user's calls it, rather than this package.
         backward: whether the user's own backward pass calls it.
-        pieces: the axes that cut its argument if that is a flat shard.
+        pieces: the axes that shard its argument if that is a flat shard.
     """
 
     name: str
@@ -124,7 +124,7 @@ class Summed(NamedTuple):
 
 
 class PartialGradient(NamedTuple):
-    """A stage's gradient of one parameter before it is summed along `allowed`, the axes that cut or repeat it."""
+    """A stage's gradient of one parameter before it is summed along `allowed`, the axes that shard or repeat it."""
 
     variable: int
     node: int
@@ -132,7 +132,7 @@ class PartialGradient(NamedTuple):
 
 
 class Used(NamedTuple):
-    """A parameter and its gradient in an optimizer's step; `cut`: the axes that cut a flat shard, else None."""
+    """A parameter and its gradient in an optimizer's step; `cut`: the axes that shard a flat shard, else None."""
 
     parameter: int
     gradient: int
@@ -218,7 +218,7 @@ class Trace:
         outer: whether an outer caller differentiates.
         closed: whether a tensor that is closed over has a gradient.
         prefix: whether some rank's record ends before the function does.
-        flat: the nodes of flat shards that were passed, and the axes that cut them.
+        flat: the nodes of flat shards that were passed, and the axes that shard them.
         cut: the nodes of parameters, as stages receive them, and the axes along which ranks have other elements.
     """
 

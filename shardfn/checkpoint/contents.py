@@ -85,7 +85,7 @@ class TensorType:
     Attributes:
         dtype: of its elements.
         shape: of the whole tensor.
-        meant: for the bytes of a parameter in few bits, its format and shape.
+        meant: for the bytes of a quantized parameter, its format and shape.
     """
 
     dtype: torch.dtype
@@ -146,7 +146,7 @@ class Contents:
         by_rank: names whose values may differ between ranks.
         optional: names in `numbers` that files may lack, where those are 0.
         copies: this rank's copy of each parameter of a flat shard that is replicated.
-        packed: parameters in few bits.
+        packed: quantized parameters.
         keys: for each name the keys from the root of the tree.
         grids: the meshes.
     """

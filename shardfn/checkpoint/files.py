@@ -181,9 +181,9 @@ def _unpickled(file: Path) -> Any:
         culprit = re.search(r"[Uu]nsupported (?:global|class|operand)[^\n.]*(?:\.\w[^\n. ]*)*", str(error))
         detail = f" ({culprit[0]})" if culprit else ""
         raise CheckpointError(
-            f"{file} holds more than tensors, numbers, strings and containers of these{detail}, and loading it might "
-            f"run any program: save a module's state_dict() instead of the module; if you trust the file, read it with "
-            f"torch.load(path, weights_only=False) and save again what you need of it"
+            f"{file} holds more than tensors, numbers, strings and containers of these{detail}, and loading it can run "
+            f"code. Save a module's state_dict() instead of the module, or convert a trusted file with "
+            f"torch.load(path, weights_only=False)"
         ) from error
     except Exception as error:  # a damaged file raises almost anything
         raise CheckpointError(f"{file} cannot be read: {str(error).partition(chr(10))[0]}") from error
@@ -194,8 +194,8 @@ def _compare(file: Path, values: bool, share: tuple[int, int] = (0, 1)) -> dict[
     with disk.opened(file) as descriptor:
         if not zipfile.is_zipfile(file):
             raise CheckpointError(
-                f"{file} is not what torch.save writes, or it is cut short; a file of torch before 1.6 is read by "
-                f"torch.load(path, weights_only=True), and torch.save writes it anew"
+                f"{file} is not a torch.save file, or is truncated. Convert a file of torch before 1.6 with "
+                f"torch.load(path, weights_only=True) and torch.save"
             )
         try:
             return checked(descriptor, 0, file.stat().st_size, values=values, share=share)

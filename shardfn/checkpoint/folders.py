@@ -58,7 +58,7 @@ def seen(path: Path) -> os.stat_result | None:
     """The status of a path, following links; None if nothing exists there.
 
     Raises:
-        CheckpointError: the disk cannot be read. Taking that for nothing would begin a run anew.
+        CheckpointError: the disk cannot be read. Taking that for nothing would begin the run again.
     """
     try:
         return path.stat()

@@ -71,7 +71,7 @@ def export(
             dimensions, as from `[in, out]` to the `[out, in]` of `torch.nn.Linear`. The first rule that matches counts;
             without one, a parameter keeps its name.
         largest: bytes of tensors in a file; a single tensor may have more.
-        dtype: floating-point dtype to which floating-point parameters are converted, and those in few bits decoded;
+        dtype: floating-point dtype to which floating-point parameters are converted, and quantized ones decoded;
             None keeps their own.
         metadata: further strings for the header of each file.
 
@@ -187,7 +187,7 @@ class _Target:
         name: in the file.
         kind: its dtype and shape in the file.
         turned: whether its last two dimensions are swapped.
-        packed: for a parameter in few bits, its format, without the bytes.
+        packed: for a quantized parameter, its format, without the bytes.
     """
 
     name: str
@@ -200,15 +200,15 @@ def _targets(contents: Contents, rules: Iterable[Rule], dtype: torch.dtype | Non
     """The form of each parameter in the files, by its name in the tree.
 
     Raises:
-        CheckpointError: one is in few bits and there is no dtype, since these files cannot describe the format.
+        CheckpointError: one is quantized and there is no dtype, since these files cannot describe the format.
     """
     few = {name: packed for name, packed in contents.packed.items() if name in contents.tensors}
     tensors = contents.tensors | {name: TensorType(packed.dtype, packed.shape) for name, packed in few.items()}
     if few and dtype is None:
         raise CheckpointError(
-            f"{listed(few, 4)} {'is' if len(few) == 1 else 'are'} in few bits, such as "
-            f"{next(iter(few.values())).format}, of which these files say nothing: pass dtype=, such as "
-            f"torch.bfloat16, to which they are decoded, or write them by interop.save_pretrained"
+            f"{listed(few, 4)} {'is' if len(few) == 1 else 'are'} quantized, such as by "
+            f"{next(iter(few.values())).format}, which these files cannot describe. Pass dtype=, such as "
+            f"torch.bfloat16, to decode them, or write them by interop.save_pretrained"
         )
     targets: dict[str, _Target] = {}
     for name, (new_name, swap) in renamed(tensors, rules).items():
@@ -225,7 +225,7 @@ def _only_tensors(tree: Any, flat_tree: Contents) -> None:
     wrong = [*flat_tree.numbers, *flat_tree.by_rank]
     wrong += [repr(leaf) for leaf in optree.tree_leaves(tree, is_leaf=is_unit) if is_unit(leaf) and not is_flat(leaf)]
     if wrong:
-        raise TypeError(f"these files hold flat shards and tensors alone, the same on all ranks, not {wrong}")
+        raise TypeError(f"Hugging Face files hold only flat shards and tensors that ranks share, got {wrong}")
 
 
 # --- writing ---

@@ -228,7 +228,7 @@ def _unusable(names: dict[str, StoredName]) -> str:
 def _prepared(source: Any, template: Any, donate: bool) -> tuple[Path, Any, Contents, list[StepCounts]]:
     """The path, the tree to fill, its flattened contents, and the counts of steps in it."""
     if source is None:
-        raise TypeError("the path is None, which `latest` returns if there is no complete checkpoint")
+        raise TypeError("path must be a checkpoint, got None, which `latest` returns if no checkpoint is complete")
 
     def copied(leaf: Any) -> Any:
         if isinstance(leaf, torch.Generator):

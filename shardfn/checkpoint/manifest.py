@@ -277,8 +277,8 @@ def refuse_outside(path: Path, names: Iterable[str]) -> None:
     for name in dict.fromkeys(names):
         if os.path.commonpath([folder, os.path.realpath(os.path.join(folder, name))]) != folder:
             raise CheckpointError(
-                f"{path} names the file {name!r}, which is outside of its folder, and is not read: put the file itself "
-                f"there, if you trust whoever made it"
+                f"{path} names the file {name!r}, which is outside of its folder, and not read. If you trust the "
+                f"checkpoint, put the file itself there"
             )
 
 

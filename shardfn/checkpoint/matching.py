@@ -39,7 +39,7 @@ def renamed(names: Iterable[str], rules: Iterable[Rule]) -> dict[str, StoredName
     names, rules = list(names), list(rules)
     for rule in rules:
         if isinstance(rule, str) or len(rule) not in (2, 3) or tuple(rule[2:]) not in ((), ("T",)):
-            raise CheckpointError(f'a rule is (regular expression, template), or these and "T", not {rule!r}')
+            raise CheckpointError(f'a rule must be (regular expression, template) or the same with "T", got {rule!r}')
     parsed = [(re.compile(rule[0]), rule[1], len(rule) == 3) for rule in rules]
     idle = [repr(pattern.pattern) for pattern, *_ in parsed if not any(map(pattern.fullmatch, names))]
     if idle:
@@ -95,7 +95,7 @@ class Differences:
         extra: in the checkpoint, not in the tree.
         shapes: in both, with different shapes: `(checkpoint's, tree's)`.
         kinds: in both, with different dtypes or types.
-        formats: in both, in different formats of few bits.
+        formats: in both, in different quantized formats.
     """
 
     missing: list[str] = field(default_factory=list)

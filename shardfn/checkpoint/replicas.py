@@ -11,7 +11,7 @@ from shardfn.quoting import listed
 from shardfn.shards.replicated import checksum
 
 Place = tuple[str, int]
-"""Which ranks hold equal copies: those with the same axes that a value is cut over, and the same index along them."""
+"""The ranks that hold equal copies: the axes over which a value is sharded, and their index along these."""
 
 Digests = dict[str, tuple[Place, int]]
 

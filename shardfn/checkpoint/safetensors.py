@@ -83,7 +83,7 @@ def planned(tensors: dict[str, TensorType], largest: int, metadata: Mapping[str,
         CheckpointError: these files cannot hold a dtype, a name or the metadata.
     """
     if any(type(text) is not str for pair in metadata.items() for text in pair):
-        raise CheckpointError(f"metadata is strings by name, not {dict(metadata)!r}")
+        raise CheckpointError(f"metadata must map strings to strings, got {dict(metadata)!r}")
     for name, kind in tensors.items():
         if kind.dtype not in CODES:
             raise CheckpointError(f"{name} is {kind}, which safetensors does not know: pass another dtype")

@@ -399,7 +399,7 @@ def _put(tree: dict[Any, Any], keys: tuple[Any, ...], name: str, value: Any) -> 
         if not isinstance(tree, dict):
             raise CheckpointError(f"{name} is inside {key!r}, which is not a dict")
     if keys[-1] in tree:
-        raise CheckpointError(f"two entries are {'.'.join(map(str, keys))}, of which one is {name}")
+        raise CheckpointError(f"two entries have the name {'.'.join(map(str, keys))}; one is {name}")
     tree[keys[-1]] = value
 
 

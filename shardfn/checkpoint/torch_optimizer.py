@@ -160,7 +160,7 @@ _NO_STATE = (
 
 def _check(state: Any, make: Any) -> None:
     if make not in (torch.optim.Adam, torch.optim.AdamW):
-        raise TypeError(f"of torch's optimizers it knows torch.optim.AdamW and torch.optim.Adam, not {make!r}")
+        raise TypeError(f"make must be torch.optim.AdamW or torch.optim.Adam, got {make!r}")
     if not isinstance(state, dict) or set(state) != {"step", "numbers", "missed", *SLOTS}:
         has = f"a dict of {listed(state)}" if isinstance(state, dict) else f"a {type(state).__name__}"
         raise TypeError(

@@ -397,4 +397,4 @@ class _CopiedRange:
     begin: int
 
 
-_GAP = 4096  # gaps of at most so many bytes are copied along with their neighbours
+_GAP = 4096  # gaps of at most so many bytes are copied along with their neighbors

@@ -147,7 +147,7 @@ def _made(args: argparse.Namespace) -> tuple[Plan, int | None]:
     if ":" in args.what and not Path(args.what).exists():
         return _own(args), None
     if not Path(args.what).exists():
-        raise ValueError(f"plan: there is no file {args.what!r}; for a step of your own write MODULE:FUNCTION")
+        raise ValueError(f"plan: there is no file {args.what!r}; for your own step write MODULE:FUNCTION")
     tokens = args.batch * args.sequence or None
     return planned_config(Path(args.what), setting, args.rank), tokens
 
@@ -162,8 +162,8 @@ def _own(args: argparse.Namespace) -> Plan:
     given = [f"--{name.replace('_', '-')}" for name, default in _OF_MODELS.items() if getattr(args, name) != default]
     if given:
         raise ValueError(
-            f"plan: {', '.join(given)}: not for a step of your own, which {args.what} says itself; leave it out, and "
-            f"change the function"
+            f"plan: {', '.join(given)}: not supported with your own step, {args.what}. Leave it out, and change the "
+            f"function"
         )
     module, _, name = args.what.partition(":")
     if module.endswith(".py"):
@@ -251,7 +251,7 @@ def _mesh(text: str) -> dict[str, int]:
     parts = [re.fullmatch(r"([A-Za-z_]\w*)=([1-9]\d*)", part.strip()) for part in text.split(",")]
     axes = {part[1]: int(part[2]) for part in parts if part}
     if len(axes) != len(parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is no mesh: write axes and sizes, such as replica=128,shard=8")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a mesh: write axes and sizes, such as replica=128,shard=8")
     return axes
 
 

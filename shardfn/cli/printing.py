@@ -1,4 +1,4 @@
-"""What all commands print: tables, JSON, and numbers of bytes; and numbers and paths that they take."""
+"""Output of all commands (tables, JSON, byte counts), and parsers of their numeric and path arguments."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Ranks compare what they were called with, before a difference can hang them or mix up their values.
+"""Comparisons between ranks, which find differences before these hang a program or mix up values.
 
-`agree` precedes operations that need other ranks: the ranks compare their arguments. With `debugging.collectives`,
-`compare` precedes each collective. Both raise on all ranks alike.
+`agree` compares the arguments of operations that need other ranks. With `debugging.collectives`, `compare` precedes
+each collective. If ranks differ, both raise an error on every rank.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ def agree(
     axes: tuple[str, ...] | None = None,
     before: Iterable[str] | None = None,
 ) -> None:
-    """Raises ValueError on every rank of the mesh unless all ranks were given the same.
+    """Raises ValueError on every rank of the mesh unless all ranks have the same arguments.
 
     A rank that waits for others longer than `watchdog.PATIENCE` logs that.
 
     Args:
-        described: what this rank was given, one line for each argument; with `mine`, that is told in its place.
-        mesh: the mesh whose ranks compare, or an axis whose ranks do; of several, the ranks of each hear of an error on
-            the ones before.
+        described: this rank's arguments, one line for each; with `own_error`, the error's text is sent instead.
+        mesh: the mesh whose ranks compare, or an axis whose ranks do; of several, one after another, and an error found
+            on one is also raised by the ranks of those that follow.
         name: the caller, for messages.
-        mine: the error in this rank's own arguments, which it raises in any case; the other ranks hear of it.
-        subject: what is compared, and advice about a difference.
+        own_error: the error in this rank's own arguments, which it raises in any case; the other ranks raise it, too.
+        subject: the name of the compared things, and advice about a difference.
         axes: only the ranks along these axes compare.
-        before: lines that all ranks agreed on in earlier calls; if ranks do not meet, the message tells what is new.
+        before: lines that all ranks agreed on in earlier calls; if a rank does not come, the message says what is new.
 
     Raises:
         ValueError: the ranks differ, and the message says which ranks and how; or another rank reports an error.
@@ -129,7 +129,7 @@ def _agree(
 
 
 def _alone(name: str, subject_name: str, described: list[str], before: Iterable[str] | None) -> tuple[str, list[str]]:
-    """Says what is new to this rank since earlier calls, for when others do not come, and which lines it replaces."""
+    """Returns a message for when other ranks do not come, of what is new here, and the lines that this replaces."""
     earlier = set(before or ())
     if not described or (before is not None and not earlier):
         return "", []
@@ -163,11 +163,12 @@ def _few(lines: list[str]) -> str:
 
 
 def _difference_of_arguments(lines: list[list[str]], axis: Axis, subject: tuple[str, str]) -> str:
-    """Returns what differs between ranks, from each rank's lines, the first of which names the operation."""
+    """Describes the differences between ranks' lines, the first of which names the operation."""
     if len({line[0].partition(_CALLED)[0] for line in lines}) > 1:
         return f"ranks do different things: {told(axis, [_operation(row) for row in lines])}. {ALIKE}"
     plain = [[first, *map(_plain, rest)] for first, *rest in lines]
-    # Values follow from the rest, so checksums are told only if nothing else differs; if no line does, the order does.
+    # Values depend on dtypes and shapes, so checksums are told only if nothing else differs; if no line differs, the
+    # order does.
     sentences = (
         _sentences(plain, axis) or _sentences(lines, axis) or [told(axis, ["; ".join(row[1:]) for row in lines])]
     )
@@ -176,7 +177,7 @@ def _difference_of_arguments(lines: list[list[str]], axis: Axis, subject: tuple[
 
 
 def _sentences(lines: list[list[str]], axis: Axis) -> list[str]:
-    """Says of each line that not all ranks have which ranks have it, and which have none of its name."""
+    """Describes each line that only some ranks have: those ranks, and the ranks without a line of this name."""
     ranks = ranks_along(axis)
     owners: dict[str, list[int]] = {}  # by index; lines that stand at the same place follow each other
     for column in itertools.zip_longest(*(dict.fromkeys(rank_lines[1:]) for rank_lines in lines)):
@@ -205,7 +206,7 @@ _CHECKSUM = re.compile(r"(?:, \w+)? with checksum \w+$")
 
 
 def _name(line: str) -> str:
-    """Returns what a line is about: `x['w']` of `x['w']: torch.float32 (2,)`; empty if it is about nothing by name."""
+    """Returns the name at the start of a line: `x['w']` of `x['w']: torch.float32 (2,)`; empty if there is none."""
     match = _NAMED.match(line)
     return match[1] if match else ""
 
@@ -216,7 +217,7 @@ def _plain(line: str) -> str:
 
 
 def _operation(lines: list[str]) -> str:
-    """Returns what a rank does, from the lines of its description: the operation and what it begins with."""
+    """Returns a rank's operation and its first argument, from the lines of its description."""
     first, *rest = lines
     return f"{first}: {_plain(rest[0])}" if rest and rest[0] and not rest[0].startswith("(") else first
 
@@ -230,7 +231,7 @@ ALIKE = "All ranks along an axis call the same collectives, on values of the sam
 
 
 def told(axis: Axis, rank_texts: Sequence[str]) -> str:
-    """Describes what each rank along an axis said, in the order of `gathered`, with one entry for equal texts."""
+    """Formats the texts of the ranks along an axis, in the order of `gathered`, with one entry for equal texts."""
     ranks_by_text: dict[str, list[int]] = {}
     for rank, text in zip(ranks_along(axis), rank_texts, strict=True):
         ranks_by_text.setdefault(text, []).append(rank)
@@ -245,7 +246,7 @@ def ranks_along(axis: Axis) -> list[int]:
 
 
 def texts(own_text: bytes, lengths: Sequence[int], axis: Axis, operation: str, caller: str) -> list[str]:
-    """Returns the text of each rank along an axis; `own` is this rank's, `lengths` are the byte lengths of all."""
+    """Returns the text of each rank along an axis, from this rank's text and the byte lengths of all texts."""
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
     padded[: len(own_text)] = torch.tensor(list(own_text), dtype=torch.uint8, device="cpu")
     rows = gathered(padded, axis, None, operation, caller)
@@ -256,12 +257,12 @@ def texts(own_text: bytes, lengths: Sequence[int], axis: Axis, operation: str, c
 def failing_together(
     meshes: Sequence[DeviceMesh | Axis], name: str, kinds: type[Exception] | tuple[type[Exception], ...] = Exception
 ) -> Iterator[None]:
-    """A context: an error on one rank is raised on all; the others call `agree` next with their arguments.
+    """A context in which an error on one rank is raised on all; the other ranks must call `agree` next.
 
     Args:
-        meshes: the meshes whose ranks hear of it.
+        meshes: the meshes whose ranks raise it, too.
         name: the caller, for messages.
-        kinds: the kinds of errors that one rank may meet and others not.
+        kinds: the kinds of errors that may occur on one rank alone.
     """
     try:
         yield
@@ -280,12 +281,12 @@ def gathered(
 ) -> Tensor:
     """Returns the rows of all ranks, or of those along some axes, on the CPU: `[ranks, *row.shape]`.
 
-    For the message of a rank that waits, `what` is the operation, `of` the caller, and `note` says more.
+    `operation`, `caller` and `note` are for the message of a rank that waits.
     """
     axis = _along(mesh, axes)
     if axis.size == 1:
         return row[None]
-    # A group of its own where backends allow: a rank that does not compare cannot answer with other data.
+    # A separate group where backends allow: a rank that does not compare cannot answer with data of another collective.
     group = cpu_group(ranks_along(axis), "compare").group_name
     with waiting.on(operation, group, caller, note=note), at_once():
         return kernels.all_gather(functorch.unwrapped(row)[None], 0, axis.size, group)
@@ -310,8 +311,8 @@ def compare(op: str, values: str, axis: Axis, served: bool = False, by: str = DE
         values: dtypes and shapes, and the op's other arguments: `"torch.float32 [3], dim=0"`.
         axis: the axis along which it runs.
         served: whether a stage's schedule issues it.
-        by: who asks for the comparison. In the debug mode the user's lines must be equal, too, since nothing else tells
-            two sums of the same shape apart. For collectives of a schedule they may differ, since ranks may call a
+        by: the caller of the comparison. In the debug mode the user's lines must be equal, too: nothing else tells two
+            sums of the same shape apart. For collectives of a schedule they may differ, since ranks may call a
             stage from different lines, one of them by `shardfn.skip`.
 
     Raises:
@@ -372,7 +373,7 @@ def _purpose(served: bool, line: str) -> str:
 
 
 def _difference(same: str, text: str, axis: Axis, by: str) -> str:
-    """Describes what each rank is about to do if that is not the same on all; else returns an empty text."""
+    """Describes each rank's next collective if ranks differ; else returns an empty text."""
     data = text.encode()[:4000]
     row = torch.tensor([digest_of(same.encode()), len(data)], device="cpu")
     digests, lengths = gathered(row, axis, None, "comparing collectives", by).T.tolist()

@@ -1,8 +1,9 @@
-"""Attempts: work that ranks do together and any of them may call off; all return to the start and can go on.
+"""Attempts: work of several ranks that any of them can abort, after which all can try again.
 
-A rank that calls an attempt off sets a key in the store, and then interrupts the groups. The others wake from whatever
-they waited for, learn why, and interrupt their groups. When each has reported its outcome, the groups are renewed in
-place, and what was under way in them is forgotten.
+`accumulate(micro="auto")` uses them: a rank that runs out of memory aborts the attempt. It sets a key in the store and
+interrupts its process groups. The other ranks wake from the collective that they wait for, read the reason, and
+interrupt their groups. When each rank has reported its outcome, the groups are renewed in place, and the collectives
+that were in flight are dropped.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ PATIENCE = 30.0  # seconds without a sign of life after which a rank is given up
 
 @dataclass
 class Count:
-    """How many attempts the same ranks have made in one lane, and which of them left keys in the store."""
+    """The number of attempts of the same ranks in one lane, and their key prefixes left in the store."""
 
     n: int = 0
     noted: list[str] = field(default_factory=list)
@@ -44,10 +45,10 @@ class Fared:
     """The outcome of an attempt on one rank.
 
     Attributes:
-        how: `"off"`: it called the attempt off; `"stopped"`: it was stopped by that; `"failed"`: it left because of
-            another error.
+        how: `"off"`: it aborted the attempt; `"stopped"`: it was stopped by that; `"failed"`: it left because of a
+            different error.
         told: the reason.
-        groups: names of its groups.
+        groups: names of the groups that it interrupted.
         changed: whether its input has been modified, so that it cannot try again.
     """
 
@@ -58,11 +59,11 @@ class Fared:
 
 
 class Attempt:
-    """A context for one attempt of all ranks. No other thread may use any group of theirs meanwhile.
+    """A context for one attempt of all ranks. No other thread may use these ranks' groups meanwhile.
 
     Args:
         ranks: global ranks; this rank is one of them.
-        what: name of the attempt, for messages.
+        name: name of the attempt, for messages.
     """
 
     def __init__(self, ranks: Sequence[int], name: str) -> None:
@@ -73,6 +74,8 @@ class Attempt:
         self.prefix, self.next = (f"shardfn/attempt/{digest}/{self.count.n + later}" for later in (0, 1))
         self.finish = cpu_group(self.ranks, "finish")
         self.groups: list[Any] | None = None
+        # The watchdog thread may call `interrupt`: the lock keeps it from groups of an attempt that is over, and lets
+        # only one thread interrupt them.
         self.over, self.lock, self.lane = False, threading.Lock(), lane()
 
     def __enter__(self) -> Attempt:
@@ -86,20 +89,20 @@ class Attempt:
 
     @functools.cached_property
     def store(self) -> Any:
-        """This attempt's own client of the store: a blocked thread holds up the client that all others share."""
+        """A separate client of the store: the shared client blocks while any thread waits in it."""
         return process_groups.default_store().clone()
 
     def finished(self) -> None:
-        """Returns when every rank has come here.
+        """Waits until every rank has finished the attempt.
 
         Raises:
-            RuntimeError: a rank has called the attempt off, or does not come.
+            RuntimeError: a rank has aborted the attempt, or does not come.
         """
         with waiting.on("the end", self.finish.group_name, self.what):
             try:
                 self.finish.barrier().wait()
             except RuntimeError:
-                # A rank in the next attempt has passed this barrier, so all had come; it broke the group afterwards.
+                # A rank that aborts the next attempt breaks the group, but it has passed this barrier: all ranks came.
                 if self.called_off() or not self._told(f"{self.next}/off"):
                     raise
         while self.count.noted:  # all ranks have come here, so nobody reads these keys any more
@@ -108,7 +111,7 @@ class Attempt:
                 self.store.delete_key(f"{prefix}/{key}")
 
     def called_off(self, timeout_s: float = 0.0) -> bool:
-        """Whether a rank is known to have called it off, or does so within some seconds."""
+        """Whether a rank has aborted the attempt, or does so within `timeout_s`."""
         limit = time.monotonic() + timeout_s
         while not self._told(f"{self.prefix}/off"):
             if time.monotonic() >= limit:
@@ -117,27 +120,27 @@ class Attempt:
         return True
 
     def call_off(self, reason: str) -> None:
-        """Ends the attempt on all ranks, each of which must then `interrupt` its groups and `meet` the others."""
+        """Aborts the attempt on all ranks; each rank must then `interrupt` its groups and `meet` the others."""
         self.store.set(f"{self.prefix}/off", reason)
 
     def failed(self, reason: str) -> None:
-        """Reports that this rank leaves because of another error."""
+        """Reports that this rank leaves because of a different error."""
         with contextlib.suppress(RuntimeError):  # the store may have ended with a rank
             self._note(Fared("failed", reason))
 
     def interrupt(self) -> None:
-        """Interrupts what is under way in the groups; only the first call has an effect."""
+        """Interrupts the collectives in flight in this lane's groups; only the first call has an effect."""
         with self.lock:
             if self.over or self.groups is not None:
                 return
-            with in_lane(self.lane):
+            with in_lane(self.lane):  # the watchdog thread is in no lane
                 self.groups = steps_groups(self.ranks)
                 late_checks.forget()
             self._release()
             process_groups.interrupt(self.groups)
 
     def meet(self, own_outcome: Fared) -> dict[int, Fared]:
-        """Returns how each rank fared in an attempt that was called off; waits until all have reported.
+        """Waits until all ranks have reported on an aborted attempt; returns the outcome of each.
 
         Raises:
             RuntimeError: a rank shows no sign of life any more.
@@ -155,7 +158,7 @@ class Attempt:
         return dict(zip(self.ranks, outcomes, strict=True))
 
     def renew(self, fared: dict[int, Fared]) -> None:
-        """Makes the groups work again that were interrupted; requires that no rank has failed.
+        """Renews the interrupted groups, so that they work again; requires that no rank has failed.
 
         Raises:
             RuntimeError: a rank does not come any more.
@@ -193,7 +196,7 @@ class Attempt:
         waiting.release([group.group_name for group in self.groups or ()], reason)
 
     def _look(self, store: Any) -> None:
-        """Wakes this rank if the attempt was called off; the watching thread calls it at every tick."""
+        """Wakes this rank if the attempt was aborted; the watchdog thread calls it at every tick."""
         if store.check([f"{self.prefix}/off"]):
             store.add(f"{self.prefix}/beat/{self.rank}", 1)
             self.interrupt()
@@ -210,13 +213,13 @@ class Attempt:
                 beats[rank] = beat, current_time
             elif current_time - since > PATIENCE:
                 raise RuntimeError(
-                    f"{self.what}: it was called off, and rank {rank} has not come back from it, nor given a sign of "
-                    f"life for {current_time - since:.0f} s: it has ended; look at its output first"
+                    f"{self.what}: it was aborted, and rank {rank} has not come back, nor given a sign of life "
+                    f"for {current_time - since:.0f} s: it has ended; look at its output first"
                 )
 
 
 def steps_groups(ranks: Sequence[int]) -> list[Any]:
-    """Returns the groups that this thread's lane may wait in, all of whose ranks are among these."""
+    """Returns the groups in which this thread's lane may wait, as far as all their ranks are among `ranks`."""
     groups = {str(group.group_name): group for group in groups_of_steps(list(ranks))}
     for name in axis_groups() - groups.keys():
         group = process_groups.group_of(name)
@@ -226,5 +229,5 @@ def steps_groups(ranks: Sequence[int]) -> list[Any]:
 
 
 def can_call_off(ranks: Sequence[int]) -> bool:
-    """Whether these ranks, with this one among them, can recover when they are interrupted."""
+    """Whether these ranks can recover from an interrupt: on gloo and NCCL, whose groups can be renewed."""
     return dist.group.WORLD is not None and all(process_groups.renewable(group) for group in steps_groups(ranks))

@@ -1,4 +1,4 @@
-"""Collectives on quantized numbers: encoded where they are sent, decoded and summed in float32 where they arrive.
+"""Quantized collectives: values are quantized where they are sent, and summed in float32 where they arrive.
 
 A tag follows the bytes of each piece. It identifies the buffer to which the piece belongs, and is equal on all ranks.
 """
@@ -39,12 +39,12 @@ Tag = Callable[[torch.device], Tensor]
 
 @dataclass(frozen=True)
 class Wire:
-    """The encoding of pieces of `numel` numbers.
+    """The encoding of pieces of `numel` values for a quantized collective.
 
     Attributes:
         format: format of the bytes.
         numel: numbers in a piece.
-        room: bytes of the tag.
+        room: bytes reserved for the tag.
     """
 
     format: Format
@@ -73,7 +73,7 @@ class Wire:
         return self.format.decode(pieces[..., : self.used], self.numel, dtype)
 
     def read_all(self, pieces: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-        """Decodes `[n, length]`, as many pieces together as intermediate results may be large.
+        """Decodes `[n, length]`, several pieces at a time, so that intermediate results stay small.
 
         Yields:
             The index of the first of them, and their numbers `[n, numel]`.
@@ -83,7 +83,7 @@ class Wire:
             yield start, self.read(pieces[start : start + step], dtype)
 
     def rounded(self, x: Tensor, dtype: torch.dtype, holes: Sequence[tuple[int, int]]) -> Tensor:
-        """`x [numel]` with holes, encoded and decoded, in its own dtype; the derivative is that of `x` itself."""
+        """`x [numel]` after encoding and decoding, with zeros in its holes; the derivative ignores the rounding."""
         bounds = [0, *(bound for start, length in holes for bound in (start, start + length)), len(x)]
         pieces = [x[a:b] for a, b in itertools.pairwise(bounds)]
         x = torch.cat([torch.zeros_like(piece) if k % 2 else piece for k, piece in enumerate(pieces)])
@@ -96,13 +96,14 @@ class Wire:
 
 
 def zero_padding(x: Tensor, holes: Sequence[tuple[int, int]]) -> Tensor:
-    """A piece `[n]` without its graph, whose holes are overwritten with zeros.
+    """A detached shard `[n]` whose holes are overwritten with zeros.
 
-    An optimizer may have left anything in what no parameter uses, such as 0/0, which a block's scale must not see.
+    An optimizer may have left any value in padding, such as the nan of 0/0, which would spoil the scale of a quantized
+    block.
     """
     if not holes:
         return x.detach()
-    x = x.clone() if x.is_inference() else x.data  # autograd must not take zeros in padding for a change
+    x = x.clone() if x.is_inference() else x.data  # `.data`: a write to padding must not bump the version counter
     torch._foreach_zero_([x[start : start + length] for start, length in holes])
     return x
 
@@ -135,7 +136,7 @@ def reduce_scatter(
         out.copy_(pieces[index])
         for received_pieces in (received[:index], received[index + 1 :]):
             for _, numbers in wire.read_all(received_pieces, out.dtype):
-                for row in numbers:  # one after another, so that sums do not depend on how many are decoded together
+                for row in numbers:  # one by one, so that sums do not depend on the number decoded at once
                     out.add_(row)
 
     if transport("reduce_scatter", comm) == "direct":
@@ -177,7 +178,7 @@ def _record(op: str, wire: Wire, comm: Communicator, pieces: int) -> None:
 
 
 def _compare(wire: Wire, pieces: Tensor, tag: Tag, comm: Communicator, own_index: int | None = None) -> None:
-    """Raises RuntimeError unless the tags of all pieces `[n, length]`, except this rank's `own`, match this rank's."""
+    """Raises RuntimeError unless the tags of all received pieces `[n, length]` equal this rank's tag."""
 
     def wrong(tags: Tensor, start: int) -> str | None:
         expected = tag(tags.device)

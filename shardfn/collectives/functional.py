@@ -1,4 +1,4 @@
-"""Collectives by axis name, each with the transpose that calculus gives it.
+"""Collectives by axis name, each with its mathematical transpose as its backward.
 
 A value is *varying* (V) over an axis when the ranks along it hold different values, *invariant* (I) when they all
 hold the same one. A collective's type says what it takes and returns, and its transpose runs the other way:
@@ -15,8 +15,8 @@ hold the same one. A collective's type says what it takes and returns, and its t
     pmax, pmin           V -> I    none: an error
 
 Each works over one axis or a tuple of them (major to minor), on a tensor or a pytree, under every torch.func transform
-and torch.compile. The result has its own memory, which may be written to, along an axis of size 1 too. The *spec* in a
-docstring is the collective on a list with one tensor for each rank along the axis.
+and torch.compile. The result never aliases the argument, not even along an axis of size 1, so it may be written to. The
+*spec* in a docstring is the collective on a list with one tensor for each rank along the axis.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def pmin(x: T, axis: AxisName) -> T:
 
 
 def pvary(x: T, axis: AxisName) -> T:
-    """The same value, from now on used differently by each rank along `axis`: `I -> V`. A copy; nothing moves.
+    """Marks a replicated value as one that ranks along `axis` use differently: `I -> V`. A copy; nothing moves.
 
     Apply it to a replicated parameter before it meets this rank's data: the transpose then sums its gradient over
     the ranks, once.
@@ -158,7 +158,7 @@ def all_gather(x: T, axis: AxisName, *, dim: int = 0, to: Literal["varying", "in
         ValueError: the dimension does not exist, or `to` is unknown.
     """
     if to not in ("varying", "invariant"):
-        raise ValueError(f'all_gather: to={to!r}; it is "varying" or "invariant"')
+        raise ValueError(f'all_gather: to must be "varying" or "invariant", got {to!r}')
 
     def gather(t: Tensor, a: Axis) -> Call:
         d = _dim(t, dim, "all_gather", "dim")
@@ -170,7 +170,7 @@ def all_gather(x: T, axis: AxisName, *, dim: int = 0, to: Literal["varying", "in
 
 
 def local_slice(x: T, axis: AxisName, *, dim: int = 0) -> T:
-    """This rank's piece of a value that all ranks along `axis` hold: `I -> V`. A copy; nothing moves.
+    """This rank's shard of a value that is replicated along `axis`: `I -> V`. A copy; nothing moves.
 
     Shapes: `[..., n * size, ...] -> [..., n, ...]`, any dtype.
 
@@ -195,7 +195,7 @@ def local_slice(x: T, axis: AxisName, *, dim: int = 0) -> T:
 
 
 def reduce_scatter(x: T, axis: AxisName, *, dim: int = 0) -> T:
-    """The sum over the ranks along `axis`, of which each rank keeps its piece along `dim`: `V -> V`.
+    """This rank's shard along `dim` of the sum over the ranks along `axis`: `V -> V`.
 
     Shapes: `[..., n * size, ...] -> [..., n, ...]`. It is JAX's `psum_scatter(tiled=True)`; that name works, too.
 
@@ -268,8 +268,8 @@ def ppermute(x: T, axis: AxisName, perm: Sequence[tuple[int, int]]) -> T:
 def all_to_all(x: T, axis: AxisName, *, split_dim: int, concat_dim: int) -> T:
     """Piece `j` of `x` along `split_dim` goes to rank `j`; what arrives is concatenated along `concat_dim`: `V -> V`.
 
-    Shapes: `split_dim` shrinks and `concat_dim` grows by the factor of the axis size. A value cut along `concat_dim`
-    becomes one cut along `split_dim`.
+    Shapes: `split_dim` shrinks and `concat_dim` grows by the factor of the axis size. A value that is sharded along
+    `concat_dim` becomes one that is sharded along `split_dim`.
 
     Spec:
         >>> def all_to_all(xs, split_dim, concat_dim):
@@ -305,7 +305,7 @@ def ragged_all_to_all(
         send: lengths of the pieces, one for each rank along the axis; may be 0.
         receive: lengths of the pieces that arrive, by rank: `receive[j]` here is `send[here]` on rank `j`. Default: the
             ranks exchange them first, which takes one more exchange and a wait for it.
-        dim: the dimension that is cut, and along which the received pieces are concatenated.
+        dim: the dimension that is split, and along which the received pieces are concatenated.
 
     Spec:
         >>> def ragged_all_to_all(xs, sends, dim=0):
@@ -334,7 +334,7 @@ def ragged_all_to_all(
     for name, values in lengths.items():
         if len(values) != size or min(values) < 0:
             raise ValueError(
-                f"ragged_all_to_all over {axis!r}: {name}={values}; it is {size} lengths, one for each rank, from 0"
+                f"ragged_all_to_all over {axis!r}: {name} must be {size} lengths, 0 or more, one per rank, got {values}"
             )
 
     def exchange(t: Tensor, a: Axis) -> Call:
@@ -373,7 +373,7 @@ def _over(x: T, axis: AxisName, name: str, f: Callable[[Tensor, Axis], Call]) ->
     """Runs the op that `f` chooses, after its checks, on the tensor or on each leaf of the pytree.
 
     Along an axis of size 1 each op is a copy, so that a program that writes into the result does not change its
-    argument there and nowhere else. Only ops without a derivative still run there, so that they refuse to be
+    argument on such meshes alone. Ops without a derivative still run there, so that they raise when they are
     differentiated.
     """
     bound = bound_axis(axis, name)

@@ -1,6 +1,6 @@
-"""Asynchronous collectives into given buffers, with which the stage engine moves parameters and gradients.
+"""Asynchronous collectives into the caller's buffers, by which stages move parameters and gradients.
 
-Each returns a handle; after its `wait()` the result is in place. The transport of an axis is chosen once, by its
+Each returns a handle; after its `wait()` the result is in the buffer. The transport of an axis is chosen once, by its
 backend, and is recorded in the ledger; `transports` overrides it.
 """
 
@@ -33,7 +33,7 @@ from shardfn.mesh.lanes import lane
 
 
 class Handle(Protocol):
-    """An operation under way."""
+    """An operation in flight."""
 
     def wait(self) -> Any:
         """Waits until the result has arrived; on CUDA, until the current stream may use it."""
@@ -41,7 +41,7 @@ class Handle(Protocol):
 
 @dataclass(frozen=True)
 class Communicator:
-    """Axes of a mesh prepared for the engine.
+    """The process groups and transports of some axes of a mesh, for stages.
 
     Attributes:
         names: the axes, major to minor.
@@ -72,9 +72,9 @@ class Communicator:
         return self._own("reduce")
 
     def _own(self, use: str) -> Any:
-        """The axes' group, or on NCCL another one: it runs the collectives of one communicator one after another.
+        """The axes' group; on NCCL a separate group, as NCCL serializes the collectives of one communicator.
 
-        So gathers ahead of need, reductions, and what the program itself sends do not wait for each other.
+        So gathers ahead of need, reductions, and the program's own collectives do not wait for each other.
         """
         if not process_groups.connects_late(self.group, self.device.type):
             return self.group
@@ -115,7 +115,7 @@ class Later:
 
 
 class Purpose(NamedTuple):
-    """What messages are for: waits and messages name the stage, and meet only those of the same number."""
+    """The purpose of messages: the stage, for error texts, and a number, in the tags that match messages."""
 
     stage: str
     number: int
@@ -128,13 +128,13 @@ class Purpose(NamedTuple):
 
 
 def arrived(work: Handle, op: str, group: str, purpose: str | Purpose) -> None:
-    """Waits for a work; a long wait is reported as this operation."""
+    """Waits for a work; the watchdog reports a long wait as this operation."""
     with waiting.on(op, group, purpose):
         work.wait()
 
 
 def communicator_of(mesh: DeviceMesh, names: tuple[str, ...]) -> Communicator:
-    """Returns the communicator of these axes, made on first use, in which all ranks along them take part."""
+    """Returns the communicator of these axes; its first use is a collective of all ranks along them."""
 
     def linked() -> Communicator:
         axis = axis_of(mesh, names)
@@ -149,10 +149,10 @@ def communicator_of(mesh: DeviceMesh, names: tuple[str, ...]) -> Communicator:
 
 @contextlib.contextmanager
 def transports(mesh: DeviceMesh, **chosen: str) -> Iterator[None]:
-    """Overrides how stages move bytes along every axis of the mesh while the block runs; use the same on all ranks.
+    """Overrides the transports of stages along every axis of the mesh while the block runs.
 
-    Results are the same up to rounding. The fastest transport depends on the network; `ledger` reports which one each
-    collective took.
+    All ranks must pass the same. Results are the same up to rounding. The fastest transport depends on the network;
+    `ledger` reports which one each collective took.
 
     Args:
         mesh: the mesh.
@@ -186,10 +186,9 @@ def transports(mesh: DeviceMesh, **chosen: str) -> Iterator[None]:
         ):
             backend = process_groups.backend_of(world, mesh.device_type)
             raise ValueError(
-                f'transports: {op}="direct" sends each piece as a message of its own, as gloo can from the memory of '
-                f"the CPU; {backend} with tensors on {mesh.device_type} may run the messages of one communicator one "
-                f"after another, so that ranks which send first wait for each other for ever, or have no messages: "
-                f'here, use {op}="native"'
+                f'transports: {op}="direct" is not supported by {backend} with tensors on {mesh.device_type}, which '
+                f"may have no point-to-point messages, or run them in order, so that ranks wait for each other "
+                f'forever. Pass {op}="native"'
             )
     overrides = _overrides(mesh)
     before = dict(overrides)
@@ -204,12 +203,12 @@ def transports(mesh: DeviceMesh, **chosen: str) -> Iterator[None]:
 def all_gather(
     whole: Tensor, comm: Communicator, dtype: torch.dtype, own: Tensor | None = None, purpose: int = 0
 ) -> Handle:
-    """Fills `whole`, bytes `[size * n]`, with every rank's piece; this rank's piece, `own`, is in place already.
+    """Fills `whole`, bytes `[size * n]`, with every rank's shard; this rank's shard, `own`, is in place already.
 
-    Messages between ranks only meet those of the same `purpose` (a `Purpose`'s number, or 0).
+    Messages only match others of the same `purpose` (a `Purpose`'s number, or 0).
     """
     transport_name = _issued("all_gather", comm, (whole.nbytes, dtype))
-    if transport_name == "native" and own is not None:  # saves finding the own piece again at every step
+    if transport_name == "native" and own is not None:  # saves a view of the own shard at every step
         return process_groups.start_all_gather(whole, own, comm.gathers)
     if transport_name == "direct":
         return _gather_directly(whole, comm, purpose)
@@ -219,7 +218,7 @@ def all_gather(
 def gather_by_hops(full: Tensor, index: int, hops: Sequence[Communicator], dtype: torch.dtype) -> Handle:
     """Like `all_gather` over a product of axes, in which this rank has position `index`, one axis after another.
 
-    The first of `hops` is the minor axis: it gathers a contiguous stretch of `whole`, which the next hop passes on.
+    The first of `hops` is the minor axis: it gathers a contiguous range of `full`, which the next hop passes on.
     """
     steps, pieces = [], math.prod(comm.axis.size for comm in hops)
     for comm in hops:
@@ -241,13 +240,14 @@ def _followed(first: Handle, start: Callable[[], Handle], transport_name: str, d
     if device.type == "cpu":
         return Later(first, start)
     module = torch.get_device_module(device)
+    # A new stream waits for the first hop, so that the current stream can compute meanwhile.
     with module.stream(module.Stream(device=device)):
         first.wait()
         return start()
 
 
 def transport(op: str, comm: Communicator) -> str:
-    """Returns how a collective moves bytes; if `"direct"`, what is sent and received may lie in several buffers."""
+    """Returns the transport of a collective; with `"direct"`, the data may be in several buffers."""
     return comm.overrides.get(op) or comm.chosen[op]
 
 
@@ -260,8 +260,10 @@ def scatter_pieces(
     comm: Communicator,
     purpose: int = 0,
 ) -> Handle:
-    """A reduce-scatter of pieces that lie in parts: `parts[i]` go to rank `i`, and rank `i`'s parts for this one come
-    into `into[i]`, in the same order; `add` then sums what has come. `numel` counts the elements of all ranks' pieces.
+    """Starts a reduce-scatter of pieces that each consist of several tensors.
+
+    `parts[i]` go to rank `i`; rank `i`'s parts for this rank arrive in `into[i]`, in the same order; `add` then sums
+    them. `numel` counts the elements of all ranks' pieces.
     """
     _issued("reduce_scatter", comm, (numel * dtype.itemsize, dtype))
     return CombinedWorks([exchanged(into, parts, comm, purpose=purpose)], add)
@@ -273,7 +275,7 @@ def reduce_scatter(
     """Fills `out [n]` with the sum over ranks of their pieces of `flat [size * n]` for this rank.
 
     `out` may have a wider dtype than `flat`; `scratch(n)` lends memory for `n` elements of `flat`'s dtype until the
-    wait. Messages between ranks only meet those of the same `purpose`.
+    wait. Messages only match others of the same `purpose`.
     """
     if flat.is_complex():
         complex_scratch, flat, out = scratch, _real(flat), _real(out)
@@ -295,14 +297,14 @@ def all_reduce(x: Tensor, comm: Communicator) -> Handle:
 
 
 def compared(op: str, comm: Communicator, *buffers: tuple[int, torch.dtype], more: str = "") -> None:
-    """With `debugging.collectives`, compares whether all ranks are about to do this with buffers of these sizes."""
+    """Compares, with `debugging.collectives`, whether all ranks run this collective on buffers of these sizes."""
     if comm.checks:
         described = " + ".join(values(dtype, [nbytes // dtype.itemsize]) for nbytes, dtype in buffers)
         compare(op, described + more, comm.axis, served=True)
 
 
 def _issued(op: str, comm: Communicator, *buffers: tuple[int, torch.dtype]) -> str:
-    """Returns the transport of a collective on buffers of these sizes, which ranks compare and the ledger gets."""
+    """Returns the transport of a collective; before that ranks compare it, and the ledger records it."""
     if debugging.collectives:
         compared(op, comm, *buffers)
     if current.watch is not None:
@@ -352,9 +354,9 @@ def exchanged(
 ) -> Handle:
     """Sends `out[i]` to each other rank `i`, and receives into `into[i]` what that rank has for this one.
 
-    By the group that moves gradients, or with `gathers` by the one that moves parameters. gloo ends the process if a
-    message's length differs from the expected one; so the tag tells the length and the purpose, and a message of
-    another one only waits, until the watchdog says what ranks wait for.
+    It uses the group for gradients, or with `gathers` the one for parameters. gloo ends the process if a message's
+    length differs from the expected one. So the tag contains the length and the purpose: a message that differs in
+    these only waits, until the watchdog reports it.
     """
     if current.watch is not None:
         refuse_traced("messages into memory that is filled again")

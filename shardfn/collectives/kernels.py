@@ -1,8 +1,8 @@
 """One kernel for each collective, on plain tensors; each returns a fresh contiguous tensor.
 
-On gloo the data travels as messages that a rank which does something else cannot take for its own; on other backends,
-and in traced code, by functional collectives, which a graph can hold. `size` is the number of ranks in `group`, and
-dimensions are non-negative.
+On gloo the data is sent as tagged messages, which no different operation can receive. Other backends and traced code
+use functional collectives, which a graph can hold. `size` is the number of ranks in `group`; dimensions are
+non-negative.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CARRIERS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 
 
 def _kernel(move: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Moves a complex tensor as its two parts, and returns no view, so that autograd allows writes to it."""
+    """Wraps a kernel: moves complex tensors as real ones, and returns no view, so that autograd allows writes."""
 
     def kernel(x: Tensor, *args: Any) -> Tensor:
         recorder = checker()
@@ -127,7 +127,7 @@ def permute(x: Tensor, source: list[int], index: int, group: str) -> Tensor:
 
 
 def shifted(x: Tensor, index: int, size: int, group: str) -> Callable[[], Tensor]:
-    """Begins to send `x` to the next rank of a ring; the function returned waits for the previous rank's `x`."""
+    """Starts to send `x` to the next rank of a ring; returns a function that waits for the previous rank's `x`."""
     peers = _recorded("ppermute", x, 1, group, "exchange", scheduled=True)
     source = [(rank - 1) % size for rank in range(size)]
     if peers is not None:
@@ -192,7 +192,7 @@ def piece(x: Tensor, dim: int, index: int, size: int) -> Tensor:
 
 
 def copy(x: Tensor) -> Tensor:
-    """Copies `x` into memory of its own: autograd would not notice a write through an alias."""
+    """Copies `x` to new contiguous memory: autograd would not notice a write through an alias."""
     return x.clone(memory_format=torch.contiguous_format)
 
 
@@ -202,7 +202,7 @@ def _exchange(pieces: Tensor, size: int, group: str) -> Tensor:
 
 
 def _move(x: Tensor, collective: Callable[..., Tensor], *args: Any) -> Tensor:
-    """Runs a collective on the flattened tensor, as bits of equal width if the backend does not know the dtype."""
+    """Runs a collective on the flattened tensor, viewed as a dtype of equal width that the backend supports."""
     carrier = x.dtype if x.dtype in SUMMABLE else _CARRIERS[x.element_size()]
     return WIRE.wait_tensor(collective(x.contiguous().view(carrier).flatten(), *args)).view(x.dtype)
 

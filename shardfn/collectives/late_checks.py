@@ -1,9 +1,9 @@
-"""Checks of what has arrived on a device, made on the host once it has been copied there.
+"""Deferred checks of values on a device, made on the host without waiting for the device.
 
-A check on the device itself (`torch._assert_async`) would end the CUDA context of every rank on which it fails, and
-with it what was healthy; and after a collective was aborted, the check would read what never arrived. So a few bytes
-are copied to pinned memory instead, and nobody waits: later stage calls look whether the copies have arrived. What
-is found then belongs to a call that was made shortly before. An attempt that is called off is forgotten.
+A few bytes are copied to pinned memory. Later stage calls test whether the copies have arrived, and check them. So an
+error belongs to a call made shortly before. A check on the device (`torch._assert_async`) would end the CUDA context of
+each rank on which it fails; and after a collective was aborted, it would read data that never arrived. The checks of an
+aborted attempt are dropped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardfn.mesh.groups import world_of_thread
 from shardfn.mesh.lanes import lane
 
 ROOM = 512  # bytes of one check
-_ROWS = 64  # checks of a page, which share an event
+_ROWS = 64  # checks that share a page of pinned memory, and its event
 
 Wrong = Callable[[Tensor], str | None]
 """Says what is wrong with a tensor on the host; None if nothing is."""
@@ -44,7 +44,7 @@ class LateChecks:
     """The checks of one lane that have not been read."""
 
     def __init__(self) -> None:
-        self.pages: deque[_PinnedRows] = deque()  # those that are closed
+        self.pages: deque[_PinnedRows] = deque()  # closed, to be read once their event has passed
         self.open: dict[Any, _PinnedRows] = {}  # by stream
 
     def add(self, x: Tensor, wrong: Wrong) -> None:
@@ -70,7 +70,7 @@ class LateChecks:
         self.pages.append(page)
 
     def read(self, wait: bool = False) -> None:
-        """Reads what has arrived, or with `wait` everything.
+        """Runs the checks whose data has arrived, or with `wait` all of them.
 
         Raises:
             RuntimeError: something is wrong with it.
@@ -91,23 +91,23 @@ class LateChecks:
 
 
 def late_checks() -> LateChecks:
-    """Those of this thread's lane, shared by all its threads."""
+    """The unread checks of this thread's lane, shared by all its threads."""
     return world_of_thread().agreed.setdefault(f"late checks {lane()}", LateChecks())
 
 
 def forget() -> None:
-    """Forgets the checks of what may never have arrived."""
+    """Drops all checks of this lane, whose data may never have arrived."""
     world_of_thread().agreed.pop(f"late checks {lane()}", None)
 
 
 def look(device: torch.device, wait: bool = False) -> None:
-    """Reads what has arrived from a device, as `LateChecks.read`."""
+    """Runs the checks of a device whose data has arrived, as `LateChecks.read`."""
     if device.type != "cpu":
         late_checks().read(wait)
 
 
 def after_replay(late: Sequence[tuple[Tensor, Wrong]]) -> None:
-    """Checks what a captured step has computed, once it has run."""
+    """Adds the checks of a captured step that was replayed."""
     checks = late_checks()
     for x, wrong in late:
         checks.add(x, wrong)

@@ -1,4 +1,4 @@
-"""Records which collectives a piece of code ran, with their bytes and where they came from."""
+"""Ledgers: records of the collectives that a piece of code ran, with their bytes, transports and stages."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Ledger:
 
 
 class _Attribution(threading.local):
-    """The ledgers open on this thread, and what its collectives are attributed to."""
+    """The ledgers open on this thread, and the stage and pass to which its collectives are attributed."""
 
     def __init__(self) -> None:
         self.open: list[Ledger] = []
@@ -95,7 +95,7 @@ open_ledgers: list[list[Ledger]] = []  # the open ledgers of each thread that re
 
 
 class attributed_to:  # a class, since a generator takes four times as long, and each stage enters ten of these
-    """A context: collectives inside are recorded as this stage's.
+    """A context in which collectives are recorded as those of a stage.
 
     Args:
         stage: the stage's path.
@@ -119,7 +119,7 @@ class attributed_to:  # a class, since a generator takes four times as long, and
 
 
 class unscheduled:
-    """A context: collectives inside are recorded as issued in program order, for example by a stage's function."""
+    """A context in which collectives are recorded as issued in program order, such as those of a stage's function."""
 
     __slots__ = ("before",)
 
@@ -131,7 +131,7 @@ class unscheduled:
 
 
 class unrecorded:
-    """A context: collectives inside are not recorded, since they are no part of the program."""
+    """A context in which collectives are not recorded: those of shardfn's own checks."""
 
     __slots__ = ("before",)
 
@@ -164,7 +164,7 @@ def ledger() -> Iterator[Ledger]:
 
 
 def recording() -> bool:
-    """Whether any ledger is open; costs a look at one list if none is."""
+    """Whether any thread has an open ledger."""
     return bool(open_ledgers)
 
 
@@ -175,7 +175,7 @@ def record_buffers(nbytes: int) -> None:
 
 
 def record_again(log: Ledger) -> None:
-    """Enters the collectives of a captured step, which has run again."""
+    """Enters the collectives of a captured step that was replayed."""
     for other in _heard():
         other.records += log.records
         other.gathered = max(other.gathered, log.gathered)

@@ -2,7 +2,8 @@
 
 gloo matches the messages of its own collectives by order alone: a message that is longer than expected ends the
 process, and a shorter one leaves the rest of the buffer unchanged. Here each message carries a tag derived from its
-operation and its number in the order of calls. Ranks that do different things therefore wait for each other.
+operation and its number in the order of calls. So ranks that run different operations wait for each other, until the
+watchdog reports it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Message = tuple[int, Tensor]  # the other rank, and the tensor to send to it or 
 
 @dataclass(frozen=True, eq=False)
 class GlooPeers:
-    """The ranks of a gloo group as this one sees them; `calls` numbers what they do together."""
+    """The ranks of a gloo group as this rank sees them; `calls` numbers their operations."""
 
     group: Callable[[], Any]
     index: int
@@ -48,9 +49,9 @@ _known: dict[str, tuple[weakref.ref[Any], GlooPeers | None]] = {}  # by group na
 
 
 def peers(x: Tensor, group: str) -> GlooPeers | None:
-    """Returns the peers that move `x` by messages; None if the backend's own collectives move it.
+    """Returns the peers that exchange `x` by messages; None if the backend's own collectives are used.
 
-    That is so on other backends, for tensors without data, and in code that is traced, since a graph holds functional
+    These are used on other backends, for tensors without data, and in traced code, since a graph holds functional
     collectives.
     """
     if x.device.type != "cpu" or not dispatch.plain(x):
@@ -65,7 +66,7 @@ def peers(x: Tensor, group: str) -> GlooPeers | None:
 
 
 def forget(groups: Sequence[Any]) -> None:
-    """Drops the state of these groups: everything under way has ended, and ranks restart their call numbers."""
+    """Drops the state of these groups, whose collectives have ended; call numbers start again."""
     settle()  # works that are queued must fail on the ended group, before it is renewed
     for group in groups:
         _left.pop(group, None)
@@ -114,7 +115,7 @@ def reduce(p: GlooPeers, x: Tensor, op: str) -> Tensor:
 
 
 def _reduce_in_pieces(p: GlooPeers, x: Tensor, op: str, kind: What) -> Tensor:
-    """Each rank reduces its piece of the whole, and sends the result to the others."""
+    """Reduces by pieces: each rank reduces one piece of `x`, and sends the result to all others."""
     out = x.clone(memory_format=torch.contiguous_format)
     length = -(-out.numel() // p.size)
     pieces = [out.view(-1)[i * length : (i + 1) * length] for i in range(p.size)]
@@ -122,7 +123,7 @@ def _reduce_in_pieces(p: GlooPeers, x: Tensor, op: str, kind: What) -> Tensor:
     received = own_piece.new_empty((p.size - 1, own_piece.numel())).unbind()
     parts = [*received[: p.index], own_piece, *received[p.index :]]  # by rank
     start(p, kind, [(i, parts[i]) for i in p.others], [(i, pieces[i]) for i in p.others])()
-    if p.index < 2:  # the first step reads `mine` and may overwrite it; a later step would read it after that
+    if p.index < 2:  # the first addition reads `own_piece` and may overwrite it; later ones would read the sum
         combined(parts, op, out=own_piece)
     else:
         own_piece.copy_(combined(parts, op))
@@ -144,7 +145,7 @@ def combined(parts: Sequence[Tensor], op: str, out: Tensor | None = None) -> Ten
 
 
 def permute(p: GlooPeers, x: Tensor, source: Sequence[int]) -> Callable[[], Tensor]:
-    """Begins to send `x` so that rank `i` gets that of `source[i]`, or zeros for -1; the function returned waits."""
+    """Starts to send `x` so that rank `i` gets that of `source[i]`, or zeros for -1; returns a function that waits."""
     own_piece = _sendable(x)
     own_source = source[p.index]
     out = (
@@ -179,10 +180,10 @@ def ragged(p: GlooPeers, x: Tensor, send: Sequence[int], receive: Sequence[int],
 
 
 def start(p: GlooPeers, kind: What, into: Sequence[Message], out: Sequence[Message]) -> Callable[[], None]:
-    """Begins to send and receive what all these ranks call `what`; the function returned waits for all of it.
+    """Starts sends and receives that belong to one operation, `kind`; returns a function that waits for all.
 
-    Another thread starts the works: a send copies to the receiver at once if the receiver is waiting, and when
-    processes share cores, a thread that did so itself would be the last to wake up when an answer comes.
+    The launcher thread starts the works. A send copies to the receiver at once if the receiver is waiting. If processes
+    share cores, a thread that did this copy itself would be the last to wake up when an answer comes.
     """
     tag, group = _tag(kind, next(p.calls)), p.group()
 
@@ -235,14 +236,14 @@ def _sendable(x: Tensor) -> Tensor:
 
 
 _LAUNCHER = "shardfn-link"
-_launchers: dict[str, ThreadPoolExecutor] = {}  # by lane: one that waits for a hop must not hold up others
+_launchers: dict[str, ThreadPoolExecutor] = {}  # by lane: a launcher that waits for a hop must not block other lanes
 
 
 class Launched:
-    """Works that another thread starts, in `group`; without a group, works that need no waiting when they are dropped.
+    """Works in `group` that the launcher thread starts; without a group, works that may be dropped without a wait.
 
-    A handle that is dropped hands its works to `left`, and the next wait on the group waits for them: gloo would forget
-    a message that nobody holds, and match the other rank's next message to the wrong receive.
+    If a handle is dropped, its works go to `left`, and the next wait on the group waits for them: gloo would forget a
+    message that nobody holds, and match the other rank's next message to the wrong receive.
     """
 
     __slots__ = ("left", "works")

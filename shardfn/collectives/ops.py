@@ -1,4 +1,4 @@
-"""The ops under the collectives, each a kernel and a transpose; the transposes decide what every gradient is.
+"""The ops under the collectives, each a kernel and a transpose; the transposes define every gradient.
 
 A collective is linear in its one tensor: its forward derivative is itself, its reverse derivative its transpose, and
 batching it is the same collective over the batched tensor. `primitive` makes an op from these facts, which works under
@@ -31,7 +31,7 @@ Op = Callable[..., Tensor]
 
 
 def _namespace() -> str:
-    # torch.compile caches graphs on disk by the names of their ops, so changed code needs a new name.
+    # torch.compile caches graphs on disk by the names of their ops, so changed code needs a different name.
     folder = Path(__file__).parent
     op_files = [folder / f"{name}.py" for name in ("messages", "kernels", "ops")]
     files = [*op_files, *sorted((folder.parent / "compat").glob("*.py"))]
@@ -64,7 +64,7 @@ def primitive(name: str, statics: str, kernel: Op, transpose: Op | None) -> Op:
     )
 
     def refusing_early(x: Tensor, *args: Any) -> Tensor:
-        """Refuses in forward: backward would refuse as well, but far from the line to blame."""
+        """Raises in forward already: an error in backward would be far from the line that causes it."""
         return refuse(x) if x.requires_grad and torch.is_grad_enabled() else op(x, *args)
 
     return op if transpose else refusing_early
@@ -92,9 +92,9 @@ def _refusal(name: str) -> Op:
 
 
 def collective(name: str, statics: str, kernel: Op, transpose: Op | None, meets: bool = True) -> Op:
-    """A primitive that a checked call records.
+    """A primitive that checked calls record.
 
-    If ranks meet for it, they compare it first in the debug mode or in a checked call.
+    With `meets`, ranks communicate for it; they compare it first in the debug mode and in checked calls.
     """
     names = [argument.split()[-1] for argument in statics.split(",")]
 
@@ -113,7 +113,7 @@ def collective(name: str, statics: str, kernel: Op, transpose: Op | None, meets:
 
 
 def described(name: str, x: Tensor, statics: dict[str, Any]) -> str:
-    """A collective and its arguments, as far as they are the same on all ranks."""
+    """Describes a collective by the arguments that must be equal on all ranks."""
     rank_arguments = ("group", "index", "send", "receive")
     arguments = ", ".join([f"{key}={value}" for key, value in statics.items() if key not in rank_arguments])
     if name == "ragged_all_to_all":  # only `dim` may differ between ranks
@@ -133,11 +133,11 @@ def _compared(name: str, x: Tensor, statics: dict[str, Any]) -> None:
 
 
 def alike(name: str, axis: AxisName, x: Tensor, described: Callable[[], list[str]], advice: str) -> None:
-    """Compares the arguments of a function of several collectives, in the debug mode or in a checked call.
+    """Compares the arguments of a function that runs several collectives, in the debug mode or in a checked call.
 
     Args:
         name: of the function.
-        axis: the axis along which ranks call it alike.
+        axis: the axis along which ranks must call it with the same arguments.
         x: one of its tensors; nothing is compared while it is traced.
         described: a line for each argument that is the same on all ranks, see `arguments`.
         advice: what to do about a difference.
@@ -151,13 +151,13 @@ def alike(name: str, axis: AxisName, x: Tensor, described: Callable[[], list[str
 
 
 def arguments(tensors: dict[str, Tensor], **options: Any) -> list[str]:
-    """Describes arguments for `alike`: dtypes and shapes of tensors, and the other ones as they are."""
+    """Describes arguments for the comparison: dtypes and shapes of tensors, and values of options."""
     shapes = [f"{name}: {x.dtype} {tuple(x.shape)}" for name, x in tensors.items()]
     return [*shapes, *(f"{name}={value!r}" for name, value in options.items())]
 
 
 def _on_all_ranks(comparison: Callable[[Axis, str], None], name: str) -> None:
-    """Runs a comparison along the axis of a group in the debug mode or in a checked call, whose errors are findings."""
+    """Runs a comparison along a group's axis in the debug mode or a checked call; the latter raises a finding."""
     if not name:
         return
     recorder = recording.comparing(name)
@@ -182,8 +182,8 @@ def _compare_lengths(statics: dict[str, Any], axis: Axis) -> None:
     for source, target in (sent != received.T).nonzero().tolist()[:1]:
         raise ValueError(
             f"ragged_all_to_all: position {source} along the axis sends {sent[source, target]} places to position "
-            f"{target}, which receives {received[target, source]}: receive= has what the others' send= has for this "
-            f"rank; without it the ranks exchange that first"
+            f"{target}, which receives {received[target, source]}: receive= must equal the other ranks' send= for "
+            f"this rank; if it is left out, ranks exchange these lengths"
         )
 
 
@@ -263,7 +263,7 @@ verified: Op = collective(
 
 
 def _verified(x: Tensor, operation: str, group: str) -> Tensor:
-    """Returns `x` after checking that all ranks have the same, up to the order in which they may have added."""
+    """Returns `x` after checking that all ranks have the same values, up to the rounding of their sums."""
     if x.numel() and dispatch.plain(x):
         parts = torch.view_as_real(x) if x.is_complex() else x
         high, low = kernels.all_reduce(parts, "max", group), kernels.all_reduce(parts, "min", group)
@@ -278,7 +278,7 @@ def _verified(x: Tensor, operation: str, group: str) -> Tensor:
 
 
 def shifted(x: Tensor, index: int, size: int, group: str) -> Callable[[], Tensor]:
-    """Begins to send `x` to the next rank of a ring; the function returned waits for the previous rank's `x`."""
+    """Starts to send `x` to the next rank of a ring; returns a function that waits for the previous rank's `x`."""
     if debugging.collectives and dispatch.plain(x):
         _compared("a step of a ring", x, {"group": group})
     return kernels.shifted(x, index, size, group)

@@ -1,7 +1,8 @@
 """Collectives written as patterns: `redistribute(x, "b/data d/shard -> b/data d")`.
 
-A pattern names each dimension of this rank's tensor, followed by slashes and the mesh axes that cut it, major to minor,
-on both sides of an arrow. `+axis` after the dimensions says that the ranks along the axis hold partial sums.
+On both sides of an arrow, a pattern names each dimension of this rank's tensor, followed by slashes and the mesh axes
+over which it is sharded, major to minor. `+axis` after the dimensions says that the ranks along the axis hold partial
+sums.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _WORD = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
 
 @dataclass(frozen=True)
 class PatternSide:
-    """One side of a pattern: dimension names, the axes that cut each, and the axes still to be summed over."""
+    """One side of a pattern: dimension names, the axes that shard each, and the axes with partial sums."""
 
     names: tuple[str, ...]
     cuts: tuple[tuple[str, ...], ...]
@@ -53,8 +54,8 @@ def redistribute(x: Any, pattern: str) -> Any:
 
     Args:
         x: this rank's tensor, or a pytree of tensors of the same rank.
-        pattern: dimensions with the axes that cut them, an arrow, and the same dimensions with the axes that cut them
-            afterwards. Parsed once.
+        pattern: dimensions with the axes that shard them, an arrow, and the same dimensions with the axes that shard
+            them afterwards. Parsed once.
 
     Raises:
         ValueError: the pattern cannot be read, or its sides differ in more than their axes; the shape does not fit; the
@@ -126,7 +127,7 @@ def _parse(side: str, pattern: str) -> PatternSide:
 
 
 def _steps(before: PatternSide, after: PatternSide, pattern: str) -> list[PatternStep]:
-    """Plans sums first, since they shrink the value or keep its size, then moves, then gathers, then cuts."""
+    """Plans the collectives: sums first, as they never grow the value, then moves, gathers and local slices."""
     if not after.partial <= before.partial:
         created = ", ".join(sorted(after.partial - before.partial))
         raise ValueError(f"redistribute pattern {pattern!r} cannot make a partial sum over {created}")

@@ -1,4 +1,4 @@
-"""Collectives of a traced step as operations of its graph, which start at one place and are waited for at another."""
+"""Collectives of a traced step as operations of its graph, each with a start and a later wait."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Scheduled(ABC):
     """One collective of a graph, or several that go together.
 
     Attributes:
-        number: by which the graph knows it.
-        ahead: how many of its kind it may start ahead of its place, where what it takes is known; others start at
-            their place, and are waited for where a result is used.
+        number: its id in the graph.
+        ahead: how many collectives of its kind may start before their place in the graph, once their inputs exist; with
+            0 it starts at its place. Each is waited for where a result is used.
     """
 
     ahead = 0
@@ -32,25 +32,25 @@ class Scheduled(ABC):
 
     @abstractmethod
     def __str__(self) -> str:
-        """What it does, the same on every rank that takes part."""
+        """A description, the same on every rank that takes part."""
 
     @abstractmethod
     def like(self, inputs: Sequence[Tensor | None]) -> list[Tensor]:
-        """Tensors of the shapes and dtypes of its results, whose numbers do not matter."""
+        """Tensors with the shapes and dtypes of its results; their values are not used."""
 
     @abstractmethod
     def start(self, inputs: Sequence[Tensor | None]) -> Any:
-        """Starts it; returns what `finish` takes."""
+        """Starts it; returns the argument of `finish`."""
 
     @abstractmethod
     def finish(self, started: Any) -> list[Tensor]:
         """Waits for it; returns its results."""
 
     def abandon(self) -> None:  # noqa: B027
-        """Forgets what an error has left on its way."""
+        """Drops a collective that an error has left in flight."""
 
     def prepare(self) -> None:  # noqa: B027
-        """Frees memory that only other ways to run it need, before the graph runs."""
+        """Frees memory that the graph does not need, such as the eager step's, before the graph runs."""
 
 
 _numbers = itertools.count(1)

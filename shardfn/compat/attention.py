@@ -40,9 +40,10 @@ class AttentionKernel(NamedTuple):
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention `[b, h, t, d], [b, g, s, d], ... -> [b, h, t, d]` and the log-sum-exp of its scores, `[b, h, t]`.
+    """Attention and the log-sum-exp of its scores.
 
-    Not recorded by autograd. Uses torch's fused kernels for tensors that they accept.
+    `[b, h, t, d], [b, g, s, d], [b, g, s, d] -> [b, h, t, d], [b, h, t]`, with `h` heads in `g` groups. Not
+    recorded by autograd. Uses torch's fused kernels for tensors that they accept.
     """
     return _kernel(q, k, v, causal, scale).forward(q, k, v, causal, scale)
 
@@ -203,7 +204,7 @@ def _plain_backward(
 
 
 def _grouped(x: Tensor, y: Tensor) -> Tensor:
-    """Rows of all heads of a group, one after another: `[b, h, t, n] -> [b, g, h / g * t, n]`."""
+    """Concatenates the rows of a group's heads: `[b, h, t, n] -> [b, g, h/g*t, n]`."""
     rows = x.shape[1] // max(1, y.shape[1]) * x.shape[2]
     return x if x.shape[1] == y.shape[1] else x.reshape(*y.shape[:2], rows, x.shape[-1])
 
@@ -214,7 +215,7 @@ def _over_group(x: Tensor, y: Tensor, k: Tensor) -> Tensor:
 
 
 def by_group(x: Tensor, y: Tensor) -> Tensor:
-    """Multiplies the rows of each head with the matrix of its group: `[b, h, t, n], [b, g, n, m] -> [b, h, t, m]`."""
+    """Multiplies each head with its group's matrix: `[b, h, t, n], [b, g, n, m] -> [b, h, t, m]`."""
     return (_grouped(x, y) @ y).reshape(*x.shape[:-1], y.shape[-1])
 
 

@@ -122,7 +122,7 @@ def inside_backward() -> bool:
 
 
 def modified(x: torch.Tensor, version: int) -> str:
-    """What torch says of a saved tensor that was written into, which hooks keep it from saying."""
+    """Torch's message for a saved tensor that was written into; with hooks, torch itself does not check."""
     return (
         f"one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{x.dtype} {list(x.shape)}] is at version {x._version}; expected version {version} instead"
@@ -145,7 +145,7 @@ def storage_of(x: torch.Tensor) -> int:
 
 
 def memory_of(x: torch.Tensor) -> int | None:
-    """Returns the same; None for a tensor that has no memory of its own, such as a sparse one."""
+    """Returns `storage_of`; None for a tensor without a storage, such as a sparse one."""
     return x.untyped_storage()._cdata if x.layout is torch.strided else None
 
 
@@ -158,11 +158,11 @@ _NAMEABLE = ("cpu", "cuda", "xpu")  # devices whose memory DLPack can share
 
 
 twins: dict[str, Callable[[torch.Tensor], torch.Tensor | None]] = {}
-"""For kinds of devices that share memory in a way of their own."""
+"""The implementation of `second_storage` for kinds of devices that DLPack does not know."""
 
 
 def second_storage(x: torch.Tensor) -> torch.Tensor | None:
-    """Returns the same memory with a storage of its own; None if that is not possible."""
+    """Returns a tensor with a second storage over the same memory; None if that is not possible."""
     if x.device.type in twins:
         return twins[x.device.type](x)
     if type(x) is not torch.Tensor or x.device.type not in _NAMEABLE:  # DLPack would read even a fake tensor's memory
@@ -236,7 +236,7 @@ def leaves_of(results: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 Operation = tuple[str, tuple[str, ...]]
-"""The name of its backward, and what each argument is."""
+"""The name of an operation's backward, and the source of each argument."""
 
 
 def last_node() -> int:
@@ -261,7 +261,7 @@ def operations(
     parents: dict[Any, list[Any]] = {}
 
     def place(node: Any, number: int) -> Any:
-        """What an argument is: `input 0`, or the result of a node that is a part, and of which number."""
+        """The source of an argument: a text such as `input 0`, or a node of the graph and its output number."""
         if node is None or (node, number) in begins:
             return "nothing" if node is None else f"input {begins[node, number]}"
         if not node.next_functions and (leaf := getattr(node, "variable", None)) is not None:

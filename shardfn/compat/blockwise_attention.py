@@ -1,6 +1,6 @@
-"""Attention whose scores exist for some rows at a time, and are computed again where a derivative needs them.
+"""Attention that computes its scores some rows at a time, and recomputes them where a derivative needs them.
 
-It takes the place of `scaled_dot_product_attention` in forward mode. torch's kernels that keep no scores have no
+It replaces `scaled_dot_product_attention` in forward mode. torch's kernels that keep no scores have no
 tangents, and its plain formulas keep all of them several times.
 """
 
@@ -83,8 +83,9 @@ def _wide(x: Tensor) -> Tensor:
 
 
 class _Attention(torch.autograd.Function):
-    """`(q [n, l, d], k [n, s, d], v [n, s, e], bias [m, l or 1, s or 1], at [n], causal, scale) -> [n, l, e]`.
+    """Blockwise attention with rules for reverse and forward mode.
 
+    `(q [n, l, d], k [n, s, d], v [n, s, e], bias [m, l or 1, s or 1], at [n], causal, scale) -> [n, l, e]`.
     Head `i` has the bias `at[i]`; there may be none. A value, its tangent, and a gradient with its tangent, of which
     nothing takes a derivative, are computed in place; all other derivatives are those of the formulas.
     """
@@ -146,7 +147,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _Hidden(NamedTuple):
-    """What is added to the scores of each head, and whether rows see no later keys."""
+    """The mask: a bias for the scores of each head, or a causal mask."""
 
     bias: Tensor | None
     at: Tensor | None
@@ -157,7 +158,7 @@ class _Hidden(NamedTuple):
         return slice(min(keys, rows.stop) if self.causal else keys)
 
     def of(self, n: slice, rows: slice, scores: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """What is added to some rows of some heads, and what has no weight: keys, or rows."""
+        """The bias of some rows of some heads, and a mask of the keys, or rows, without weight."""
         if self.causal:
             places = torch.arange(scores.shape[-1], device=scores.device)
             return None, places > torch.arange(rows.start, rows.stop, device=scores.device)[:, None]

@@ -1,4 +1,4 @@
-"""The current device, of which each thread has its own, at first the first one; and what is kept on devices."""
+"""The current device of each thread, and caches of tensors and streams on devices."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch
 
 P = ParamSpec("P")
 T = TypeVar("T")
-clears: list[Callable[[], None]] = []  # what drops what is kept on devices
+clears: list[Callable[[], None]] = []  # callbacks that drop cached objects on devices
 
 
 def cached(function: Callable[P, T]) -> Callable[P, T]:
-    """`functools.lru_cache` for what is on a device, such as small tensors and streams; `forget` clears it."""
+    """`functools.lru_cache` for objects on a device, such as small tensors and streams; `forget` clears it."""
     cached_function = functools.lru_cache(maxsize=4096)(function)
     clears.append(cached_function.cache_clear)
     return cast(Callable[P, T], cached_function)
 
 
 def forget() -> None:
-    """Drops what is kept on devices, of which another with the same name knows nothing."""
+    """Drops cached objects on devices: a later simulated device of the same name does not know them."""
     for clear in clears:
         clear()
 
@@ -42,18 +42,19 @@ def use(device: torch.device) -> None:
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether what this thread enqueues on a device is recorded in a graph, and not run."""
+    """Whether this thread captures a graph on a device, so that operations are recorded and do not run."""
     is_capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
     return is_capturing is not None and bool(is_capturing())
 
 
 def elements_at_a_time(device: torch.device, cached: int, max_elements: int = 2**24) -> int:
-    """How many elements to process at a time on a device.
+    """The number of elements to process at a time on a device.
 
     Args:
-        device: on which they are.
-        cached: so many that intermediate results stay in a CPU's cache.
-        most: so many that an accelerator is busy for longer than launches take: in float32, 64 MiB a result.
+        device: their device.
+        cached: the number on a CPU, such that intermediate results stay in its cache.
+        max_elements: the number on an accelerator, such that kernels take longer than their launches: in float32,
+            64 MiB a result.
     """
     return cached if device.type == "cpu" else max_elements
 
@@ -95,7 +96,7 @@ def pin_exactly() -> None:
 
 @contextlib.contextmanager
 def without_collector() -> Iterator[None]:
-    """A context in which only what nothing refers to is freed: when the garbage collector runs is a matter of luck."""
+    """A context without the garbage collector, so that objects are freed at the same places in each run."""
     enabled = gc.isenabled()
     gc.disable()
     try:

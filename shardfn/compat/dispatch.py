@@ -154,7 +154,7 @@ def _named(name: str) -> Any:
 
 
 def on_cpu(op: Any) -> Any:
-    """Returns what computes an op on CPU tensors: itself, or what it is composed of if the CPU has no kernel for it."""
+    """Returns a function that computes an op on CPU tensors: the op, or its decomposition if it has no kernel."""
     if op is not torch.ops.aten._fused_rms_norm_backward.default:
         return op
     from torch._decomp import decomposition_table  # which takes a while
@@ -168,7 +168,7 @@ def in_parts(op: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _backwards(y: torch.Tensor) -> torch.Tensor:
-    """Returns the gradient of `y` for the one leaf that it was made from, with a graph of its own.
+    """Returns the gradient of `y` with respect to its single leaf, as a differentiable tensor.
 
     Avoids autograd's engine, which would start now, with threads for the devices known so far: a process forked later
     could then not differentiate if there is a GPU, nor could this one on a device that is registered later.
@@ -228,8 +228,8 @@ def _nesting_works() -> bool:
 
 if not _nesting_works():
     raise ImportError(
-        f"torch {torch.__version__}: a second derivative through an operation of shardfn is wrong; it is tested with "
-        f"torch 2.11 to 2.14"
+        f"torch {torch.__version__} computes wrong second derivatives through operations of shardfn. Install a tested "
+        f"version, torch 2.11 to 2.14"
     )
 
 
@@ -273,7 +273,7 @@ def pretended() -> bool:
 
 
 def ordinary(x: torch.Tensor) -> bool:
-    """Whether a tensor is of no class of its own; those of a pretended device count as ordinary."""
+    """Whether a tensor is of no subclass; tensors of a simulated device count as ordinary."""
     return type(x) in (torch.Tensor, torch.nn.Parameter) or any(
         getattr(mode, "pretends", False) and mode.owns(x) for mode in _modes()
     )

@@ -150,7 +150,7 @@ def is_forward(code: CodeType) -> bool:
 
 
 def once_differentiable(function: Any) -> bool:
-    """Whether a Function's backward says that it has no derivative of its own."""
+    """Whether a Function's backward is marked with `once_differentiable`."""
     return getattr(function.backward, "__code__", None) is _ONCE
 
 

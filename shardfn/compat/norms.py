@@ -21,7 +21,7 @@ _thread = threading.local()
 
 
 class ReplacedFunctions(TorchFunctionMode):
-    """A context in which some functions of torch are others, by `table`."""
+    """A context in which functions of torch are replaced by those in `table`."""
 
     table: ClassVar[dict[Any, Any]] = {}
 
@@ -49,7 +49,7 @@ class Padded(ReplacedFunctions):
 
 
 class WrittenOut(Padded):
-    """A context in which, besides, layer, batch, instance and weight norms are elementary operations."""
+    """As `Padded`, and layer, batch, instance and weight norms are composed of elementary operations."""
 
 
 def _embedding(

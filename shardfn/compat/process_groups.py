@@ -30,12 +30,12 @@ _gathering.asyncOp = _scattering.asyncOp = True
 
 
 def start_all_gather(full: torch.Tensor, own_piece: torch.Tensor, group: dist.ProcessGroup) -> Any:
-    """Begins to fill `whole` with every rank's `own`; returns the work."""
+    """Starts to fill `full` with every rank's `own_piece`; returns the work."""
     return getattr(group, _gather_into)(full, own_piece, _gathering)
 
 
 def start_reduce_scatter(out: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGroup) -> Any:
-    """Begins to sum every rank's `flat` into each rank's `out`; returns the work."""
+    """Starts to sum every rank's `flat` into each rank's `out`; returns the work."""
     return getattr(group, _scatter_into)(out, flat, _scattering)
 
 
@@ -83,7 +83,7 @@ _NOBODY_SENDS = 2**30 + 7  # a tag that no message has
 
 
 def break_group(group: dist.ProcessGroup) -> bool:
-    """Ends everything under way in a gloo group with errors, here and on the other ranks; returns whether it could.
+    """Aborts all operations in flight in a gloo group, on all its ranks; returns whether that is possible.
 
     gloo closes its connections when a message does not arrive in time. There is no other way to wake a thread that is
     blocked in a collective.
@@ -119,7 +119,7 @@ def _backends(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def interrupt(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Ends everything under way in groups, which may then only be renewed, by `renew`."""
+    """Aborts all operations in flight in groups, which can then only be renewed, by `renew`."""
     aborts = []
     for group in groups:
         break_group(group)
@@ -127,7 +127,7 @@ def interrupt(groups: Sequence[dist.ProcessGroup]) -> None:
             if name == "nccl" and torch.device(kind) in group._device_types:
                 aborts.append(group._get_backend(torch.device(kind)).abort)
     if aborts:
-        # All at once: an abort waits for the device, on which another communicator may wait for a rank in vain.
+        # All at once: an abort waits for the device, which another communicator may block that waits for a rank.
         with ThreadPoolExecutor(len(aborts), "shardfn-abort", devices.as_here()) as threads:
             for done in [threads.submit(abort) for abort in aborts]:
                 done.result()
@@ -181,7 +181,7 @@ def connects_late(group: dist.ProcessGroup, device: str) -> bool:
 
 
 def connected(group: dist.ProcessGroup, device: torch.device, pairs: bool = False) -> bool:
-    """Whether the ranks of a group are connected for tensors on a device; or the pairs of neighbours among them."""
+    """Whether the ranks of a group are connected for tensors on a device; or the pairs of neighbors among them."""
     return not connects_late(group, device.type) or (device.type, pairs) in _connected.get(group, ())
 
 
@@ -279,7 +279,7 @@ def new_group(ranks: list[int], name: str, backend: str | None = None) -> dist.P
 
 @contextmanager
 def _by_members_alone() -> Iterator[None]:
-    """A context in which groups are made anew, not split off the world's communicator, which would need all its ranks.
+    """A context in which new groups are created by their members alone, not split off the world's communicator.
 
     A thread other than the main one meets the others on its own store connection: a waiting thread blocks the
     connection, and two threads could keep each other's ranks from coming.

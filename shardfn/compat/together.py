@@ -1,7 +1,7 @@
-"""Functions of torch whose gradients are computed together with the tangents of the gradients.
+"""Replacements of torch functions that compute gradients together with the tangents of the gradients.
 
-In forward mode around a gradient torch's own formulas take each product of a tangent in memory of its own, and
-decompose activations. The rules here apply where nothing takes a derivative of the result; all others are formulas.
+In forward mode around a gradient, torch's own formulas allocate memory for each product of a tangent, and decompose
+activations. The rules here apply where nothing differentiates the result; all other derivatives use torch's formulas.
 """
 
 from __future__ import annotations
@@ -81,7 +81,10 @@ def _unread(x: Tensor) -> Tensor | None:
 
 
 class _MatmulWithTangent(torch.autograd.Function):
-    """`(x [n, k], w [k, m]) -> x @ w`; if the gradient of w is unread, it is not computed where it has a tangent."""
+    """A matrix product whose backward computes gradients together with their tangents.
+
+    `(x [n, k], w [k, m]) -> x @ w`. If only the tangent of the gradient of `w` is used, the gradient is not computed.
+    """
 
     generate_vmap_rule = True
 

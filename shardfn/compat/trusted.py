@@ -16,9 +16,9 @@ def trusted(kernel: str, device: torch.device, check: Callable[[], str]) -> bool
     """Whether a kernel passed its check on a device; the check runs the first time. If it fails, a warning says so.
 
     Args:
-        what: a description of the kernel, with all that it is compiled for.
-        device: where it runs.
-        check: says how its results differ from those of the reference; empty if they do not.
+        kernel: a description of the kernel, with all that it is compiled for.
+        device: the device on which it runs.
+        check: returns how its results differ from those of the reference; empty if they do not.
     """
     key = kernel, device
     if key not in _found:

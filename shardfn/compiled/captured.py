@@ -159,7 +159,7 @@ class StepProgram:
         if any(isinstance(y, Tensor) and y.device.type != self.device.type for y in results):
             raise RuntimeError(
                 f"{self.name}: the step returns a tensor that is not on {self.device.type}, where the graph computes: "
-                f"it would stay as it is now"
+                f"no replay would update it"
             )
 
 

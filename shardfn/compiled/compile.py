@@ -37,7 +37,7 @@ _aten: Any = torch.ops.aten
 def compile(step: F, /, *, mesh: DeviceMesh | None = None) -> F:
     """The step as one compiled program: its operations are fused, and its collectives keep the schedule of the stages.
 
-    The first call runs as it is, with all checks. The second is traced: the gradient, its reductions, clipping and the
+    The first call runs eagerly, with all checks. The second is traced: the gradient, its reductions, clipping and the
     optimizer's step become one graph. Between collectives inductor compiles the operations, those of equal layers once.
     A gather starts while the stage before computes, and parameters are gathered again for backward, as without a
     compiler; so the program sends what the step sends, and needs no more memory. The third call is traced again, to
@@ -90,7 +90,7 @@ class Programs(Graphs):
             raise RuntimeError(f"{self.name}: {listed(checks)} checks each call on the host: leave it off")
         if process_groups.worlds_of_threads() and dist.get_world_size() > 1:
             raise RuntimeError(
-                f"{self.name}: ranks are threads of one process here, of which torch traces one at a time: use "
+                f"{self.name}: ranks are threads of one process, and torch traces only one at a time. Use "
                 f'processes, World({dist.get_world_size()}, kind="processes")'
             )
 
@@ -206,6 +206,6 @@ class _Compiled:
         other = TracedCall.of(self.trace.program, leaves, self.trace.outside)
         if difference := self.trace.difference(other):
             raise RuntimeError(
-                f"{other.program.name}: the step does {difference}: a compiled program always does the same. What the "
-                f"step reads besides its arguments must not change: pass it as a 0-d tensor among the arguments"
+                f"{other.program.name}: the step does {difference}: a compiled program cannot change. Pass tensors "
+                f"that change as arguments, and numbers as 0-d tensors"
             )

@@ -47,7 +47,7 @@ def graphed(step: F, /, *, mesh: DeviceMesh | None = None) -> F:
     """The step as one graph: after a few calls the host launches all its work at once, in place of each operation.
 
     This pays for small models, whose operations take less time on the device than the host needs to launch them. Three
-    calls run as they are, and the third is watched. The fourth is captured, and each call from then on copies new
+    calls run eagerly, and the third is watched. The fourth is captured, and each call from then on copies new
     arguments to where the graph reads them, and replays it. Arguments of other shapes, dtypes or structure get a graph
     of their own, in the same way. On the CPU there is no graph: the step runs, with the same checks, of which a debug
     mode leaves out those that look at operations.
@@ -86,7 +86,7 @@ class Graphs:
     """The graphs of one step, by the kind of its arguments.
 
     Attributes:
-        warm_up: calls that run as they are; the last is the rehearsal.
+        warm_up: calls that run eagerly; the last is the rehearsal.
         settled: the call in which the step has been found to do the same as in the call before.
         roles: which results become arguments, by the structure of the arguments.
         first: the numbers among the arguments and the result of the last call, by structure, until roles are known.
@@ -213,8 +213,8 @@ class Graphs:
         if program is None:
             if len(self.programs) >= MOST:
                 raise RuntimeError(
-                    f"{self.name}: there are {MOST} programs already, each for other shapes or constants, and these "
-                    f"are new: pad batches to a few lengths"
+                    f"{self.name}: there are {MOST} programs already, each for different shapes or constants, and "
+                    f"these are new. Pad batches to a few lengths"
                 )
 
             def run(values: list[Any]) -> tuple[list[Any], optree.PyTreeSpec]:
@@ -254,7 +254,7 @@ class Graphs:
                     )
                 raise ValueError(
                     f"{self.name}: {program.labels(i)} is {short(leaves[i], 40)}, and was {short(number, 40)}: a "
-                    f"program keeps numbers as they are. {fix}"
+                    f"program keeps numbers as constants. {fix}"
                 )
 
     def _refuse_surroundings(self, program: StepProgram) -> None:
@@ -268,8 +268,8 @@ class Graphs:
             program.around = kept(program.around, surroundings(self.step))
         elif change := changed(program.around, self.step):
             raise RuntimeError(
-                f"{self.name}: {change}: a program keeps what the step read when it was made. Pass a number as a 0-d "
-                f"tensor among the arguments, write into the tensor that was there, or make the program anew, by "
+                f"{self.name}: {change}: a program keeps what the step read when the program was made. Pass numbers as "
+                f"0-d tensor arguments, write into the old tensor, or make a new program by "
                 f"shardfn.{self.name.partition('(')[0]}(step)"
             )
 
@@ -323,9 +323,7 @@ class Graphs:
             yield mesh
             return
         if not grids and dist.is_initialized() and dist.get_world_size() > 1:
-            raise ValueError(
-                f"{self.name}: there is no flat shard among the arguments: pass {self.caller}(step, mesh=...)"
-            )
+            raise ValueError(f"{self.name}: the arguments contain no flat shard: pass {self.caller}(step, mesh=...)")
         for grid in grids:
             yield mesh_of(grid, self.name)
 
@@ -334,7 +332,7 @@ class Graphs:
         self._refuse_away(program, leaves)
         kind = program.device.type
         if kind != "cpu" and not hasattr(torch.get_device_module(program.device), "CUDAGraph"):
-            raise RuntimeError(f"{self.name}: torch has no graphs for {kind}: call the step as it is")
+            raise RuntimeError(f"{self.name}: torch has no graphs for {kind}. Call the eager step")
         if kind != "cpu" and (checks := host_checks()):
             raise RuntimeError(
                 f"{self.name}: {listed(checks)} checks each call on the host, and a graph runs without it: leave it off"

@@ -1,7 +1,7 @@
 """A traced step as a short program: regions that inductor compiles, and between them the collectives.
 
 Regions of the same operations, such as those of equal layers, are compiled once. A gather starts when the one before
-it has arrived, so that it is under way while the stage before computes; a reduction starts at its place, and is waited
+it has arrived, so that it is in flight while the stage before computes; a reduction starts at its place, and is waited
 for where its result is used.
 """
 

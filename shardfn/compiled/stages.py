@@ -309,7 +309,7 @@ class Traced(Schedule):
         return []
 
     def before(self, call: Call) -> list[Wanted]:
-        """What backward needs next and forward has left; what it has not is gathered where a call needs it."""
+        """The next gathers of backward that forward has kept; all others are gathered where a call needs them."""
         return [request for request in super().before(call) if self._found(request.key) is not None]
 
     def _read_ahead(self, layouts: Sequence[Any], shards: Sequence[Tensor]) -> None:

@@ -140,7 +140,7 @@ def kept(previous: Around, current: Around) -> Around:
 def changed(around: Around, step: Callable[..., Any]) -> str:
     """The first of these values that has changed, as a message; empty if none has.
 
-    If a function was made again, of the same code, the values are looked for anew: they are in other places.
+    If a function was made again, of the same code, the values are looked up again: they are in other places.
     """
     change = _differs(around, around)
     if change or all(
@@ -303,7 +303,7 @@ def _of_class(kind: Any) -> list[str]:
 
 
 def _ready(x: Any) -> bool:
-    """Whether this is a module of modules that are initialised."""
+    """Whether this is a module of modules that are initialized."""
     try:
         return isinstance(x, nn.Module) and len(list(x.modules())) > 0
     except AttributeError:

@@ -245,8 +245,8 @@ class _TraceWatch(StepWatch):
         if self.reset and torch.Tag.nondeterministic_seeded in func.tags:
             raise RuntimeError(
                 f"{self.name}: {func.name()} at {callers.caller()} draws random numbers after their state was set, "
-                f"as by torch.manual_seed or in torch.utils.checkpoint, which a compiled step does not do again: use "
-                f"stage(..., remat=True), or checkpoint(..., preserve_rng_state=False) around what draws none"
+                f"as by torch.manual_seed or torch.utils.checkpoint, which a compiled step does not repeat. Use "
+                f"stage(..., remat=True), or checkpoint(..., preserve_rng_state=False) if it draws none"
             )
         for x in tensors:
             if inductor.traced_elsewhere(x):

@@ -161,15 +161,15 @@ class StepWatch(Watch, modes.Watching):
                 previous, current = next(((a, b) for a, b in pairs if repr(a) != repr(b)), (self.before[i][1], numbers))
                 raise RuntimeError(
                     f"{self.name}: {func.name()} at {callers.caller()} gets the number {current!r}, and at the last "
-                    f"call {previous!r}: the host computes it, so a graph would keep it as it is now. Pass it as a 0-d "
-                    f"tensor among the arguments, or return it with the state"
+                    f"call {previous!r}: a graph would keep the host's number. Pass it as a 0-d tensor argument, or "
+                    f"return it with the state"
                 )
         self.notes.append(note)
 
     def _refuse_change(self, change: str) -> None:
         raise RuntimeError(
-            f"{self.name}: the step {change} (at {callers.caller()}): a graph always does the same. What the step "
-            f"reads besides its arguments must not change, and branches go by arguments that are not tensors"
+            f"{self.name}: the step {change} (at {callers.caller()}): a graph cannot change. Pass values that change "
+            f"as arguments, and branch only on arguments that are not tensors"
         )
 
     # --- what is refused ---

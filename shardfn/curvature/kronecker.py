@@ -3,7 +3,7 @@
 `ekfac` makes of them the Fisher matrix in a Kronecker-factored eigenbasis, which can be inverted: each parameter is a
 block of its own, whose owner decomposes its factors, and a product moves a vector there and back, as Muon does with
 gradients. `grams` hands them out: of inputs, of gradients of outputs, and of a matrix's own gradient. They are what
-pruning, quantising and merging layers need. Each is summed over ranks while the stage runs.
+pruning, quantizing and merging layers need. Each is summed over ranks while the stage runs.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def ekfac(
         diagonal: paths of matrices whose basis is the identity.
         folder: a checkpoint, which is written if it is not there and read if it is, on any mesh. Then values of the
             parameters are compared with those that it was made with, and losses and gradients of the first batch,
-            whose rows may be cut over ranks in another way.
+            whose rows may be sharded over ranks in another way.
 
     Returns:
         A `Kronecker`.

@@ -142,7 +142,7 @@ def per_example(losses: Losses, params: Any, *batch: Any, micro: int = 1) -> Per
 
     Raises:
         ValueError, TypeError: rows that do not match; a result that is not one loss a row; parameters that live on some
-            ranks only, or are cut over an axis along which ranks have other rows, as experts are.
+            ranks only, or are sharded over an axis along which ranks have other rows, as experts are.
         RuntimeError: rows that are mixed, as by a batch norm; other random numbers than in `losses` as it is written;
             a transform around it.
 
@@ -168,7 +168,7 @@ def examples(losses: Losses, params: Any, batch: tuple[Any, ...], name: str, mic
     sharded_axes = cuts(params, name)
 
     def right() -> tuple[Any, ...]:
-        check_integer(name, "micro", micro, 1)  # a batch is cut into so many parts
+        check_integer(name, "micro", micro, 1)  # a batch is split into so many parts
         must_take(losses, [params, *batch], name, fix="Pass what follows the parameters one by one: x, y, not (x, y)")
         return batch
 
@@ -588,15 +588,14 @@ def _compare(losses: Losses, params: Any, batch: BatchArguments, computed: Examp
             in_batch, alone = float(row_losses[row]), float(computed.values[row])
             details = f" (here row {row}: {in_batch:.6g} in the batch, {alone:.6g} alone)"
         raise RuntimeError(
-            f"{name}: the loss of a row differs when {name_of(losses)} is called with this row alone{details}: rows "
-            f"are mixed, as by a batch norm, or draw random numbers in another order. Draw them before, and pass them "
-            f"as rows"
+            f"{name}: the loss of a row differs when {name_of(losses)} gets this row alone{details}: rows are mixed, "
+            f"as by a batch norm, or random numbers differ. Draw random numbers before, and pass them as rows"
         )
     if bool(flags[1] > 0):
         raise RuntimeError(
             f"{name}: on rank 0 the norm of the last row's gradient differs from that of {name_of(losses)} called with "
             f"all rows{f' ({float(other):.6g}, and {float(norm):.6g} with all)' if first else ''}: its derivative "
-            f"mixes rows, or is not what autograd computes of one row"
+            f"mixes rows, or differs from autograd's for one row"
         )
     return bool(flags[2] > 0)
 

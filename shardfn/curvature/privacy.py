@@ -13,7 +13,7 @@ from typing import Any
 def epsilon(noise: float, rate: float, steps: int, delta: float) -> float:
     r"""The epsilon of training by `dp_grads` on Poisson samples, which is :math:`(\epsilon, \delta)`-private.
 
-    Data sets are neighbours if one has one more example than the other. The bound holds for whoever sees the parameters
+    Data sets are neighbors if one has one more example than the other. The bound holds for whoever sees the parameters
     after every step. What else is computed from the data, as a loss that is printed or a rate that is chosen by it, is
     not counted.
 

@@ -71,8 +71,8 @@ def compare(stored: Mapping[str, float], current: Mapping[str, float], subject: 
     fix = "Pass another folder, or remove this one"
     if not abs(stored["values"] - current["values"]) <= 1e-9 * max(stored["norm"], current["norm"]):
         raise CheckpointError(
-            f"{subject} is of other values of the parameters: their sum with certain signs is {stored['values']:.10g}, "
-            f"not {current['values']:.10g}. {fix}"
+            f"{subject} is of different values of the parameters: their sum with certain signs is "
+            f"{stored['values']:.10g}, not {current['values']:.10g}. {fix}"
         )
     if not stored["rounding"] or not current["rounding"]:
         return

@@ -28,7 +28,7 @@ def cuts(params: Any, name: str) -> Cuts:
     """Returns the axes over which `specs=` shards each parameter; unsharded ones are left out.
 
     Raises:
-        ValueError: parameters live on some ranks only, or are cut over an axis along which ranks have other rows.
+        ValueError: parameters live on some ranks only, or are sharded over an axis along which ranks have other rows.
     """
     layouts, axes_by_key = Variables(params).layouts, dict[Key, tuple[str, ...]]()
     for i, layout in enumerate(layouts):

@@ -365,7 +365,7 @@ def _called(receiver: Receiver, variables: Variables, signature: Signature, leav
     """Calls a stage inside the vmap over rows."""
     mode = now.mode
     if mode is None or functorch.level() != mode.level:
-        raise RuntimeError(f"{signature} is called inside a transform of its own, in losses of per_example")
+        raise RuntimeError(f"{signature} is called inside a nested transform, in losses of per_example")
     arguments, mapped = list(leaves), [False] * len(leaves)
     shards = set(signature.shards)
     for i, x in enumerate(leaves):
@@ -424,8 +424,8 @@ def _keys(
             trains = layout.trainable and torch.is_grad_enabled() and shard.requires_grad
             if trains and id(shard) not in variables:
                 raise RuntimeError(
-                    f"{signature} gets shards that losses of per_example computed from params: pass those of params, "
-                    f"and compute inside the stage"
+                    f"{signature} gets shards that losses of per_example computed from params. Pass the shards of "
+                    f"params, and compute inside the stage"
                 )
             if trains:
                 receiver.calls[variables[id(shard)][0]] = receiver.calls.get(variables[id(shard)][0], 0) + 1

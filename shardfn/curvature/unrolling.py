@@ -108,7 +108,7 @@ class _Training:
         before = versions(_tensors(copies))
         new = self.optimizer.step(*copies)
         if versions(_tensors(copies)) != before:
-            raise RuntimeError("unroll: the optimizer overwrites what it is given, which is needed again: donate=False")
+            raise RuntimeError("unroll: the optimizer overwrites arguments that are needed again. Pass donate=False")
         return new
 
     def steps(self, current: Any, begin: int, end: int) -> list[tuple[Any, Any]]:

@@ -1,7 +1,8 @@
-"""Jacobians over trees with flat shards, equal to those of one process; each rank has the columns of its own elements.
+"""Jacobians over trees with flat shards: each rank has the columns of the elements in its shard.
 
-If every rank made a basis of tangents for its own shard, each pass would push one vector on every rank at once, and sum
-columns of different ranks. Here one element moves at a time, on the rank that holds it.
+Together they equal the Jacobian on one process. If every rank made a basis of tangents for its own shard, each pass
+would push one vector on every rank at once, and sum columns of different ranks. Here one element has a nonzero tangent
+at a time, on the rank that holds it.
 """
 
 from __future__ import annotations
@@ -129,7 +130,8 @@ def _jacobian(
         def outputs(*values: Tensor) -> tuple[tuple[Tensor, ...], Any]:
             result = f(*with_leaves(args, chosen, variables.tree(values)), **kwargs)
             if has_aux and not (isinstance(result, tuple) and len(result) == 2):
-                raise TypeError(f"{place}: with has_aux=True it returns (outputs, aux), not {type(result).__name__}")
+                kind = type(result).__name__
+                raise TypeError(f"{place}: with has_aux=True the function must return (outputs, aux), got {kind}")
             out, aux = result if has_aux else (result, ())
             leaves, tree = optree.tree_flatten(unshard(out) if flat_shards(out) else out)
             trees[:] = [tree]
@@ -169,8 +171,8 @@ def _by_columns(
         cut = layout is not None and any(names for entry in layout.entries for names in entry.spec.by_dim())
         if layout is not None and (cut or layout.placement.only_at):
             raise NotImplementedError(
-                f"jacfwd: {layout.stage!r} {'is also cut by specs=' if cut else 'lives on some ranks only'}: a rank's "
-                f"numbers are not those of one piece there. Use jacrev"
+                f"jacfwd: {layout.stage!r} {'is also sharded by specs=' if cut else 'lives on some ranks only'}: a "
+                f"rank's elements are not one shard there. Use jacrev"
             )
     by_variable = [_columns(outputs, variables, k, values, chunk_size, tracked) for k in range(len(variables.values))]
     return [[columns[i] for columns in by_variable] for i in range(len(values))]
@@ -236,8 +238,7 @@ def _refuse_apart(
             gap, size = (high - low).abs().nan_to_num(), torch.maximum(high.abs(), low.abs()).nan_to_num()
             if x.numel() and bool(gap.max() > rounding(x) * size.max()) and not planned():
                 raise ValueError(
-                    f"{description} differs between ranks (tensor {number} of those, of shape {tuple(x.shape)}, by "
-                    f"{float(gap.max()):.1e}), so it is not one function of one set of arguments. Sum or gather it "
-                    f"over {', '.join(axes)} inside, by psum, say; a tensor that all ranks use for other rows goes "
-                    f"through pvary; one that is cut is a leaf of what shardfn.shard returns"
+                    f"{description} differs between ranks (tensor {number}, of shape {tuple(x.shape)}, by "
+                    f"{float(gap.max()):.1e}). Sum or gather it over {', '.join(axes)} inside, as by psum; use pvary "
+                    f"for tensors that meet per-rank rows; take sharded tensors from shardfn.shard"
                 )

@@ -1,7 +1,8 @@
-"""A call of a stage in `shardfn.jvp`: of a stage of pairs, whose cotangents and gradients have tangents of their own.
+"""Calls of paired stages in `shardfn.jvp`: their cotangents and gradients carry tangents.
 
-Forward mode runs over reverse mode, since torch's formulas of tangents have wrong derivatives of their own (as that of
-a layer norm). What autograd saves of parameters and of their tangents are places, as in any call.
+For Hessian-vector products this is forward over reverse: reverse over forward would differentiate torch's formulas for
+tangents, and some of these derivatives are wrong (such as a layer norm's). As in any call, hooks save the offsets of
+gathered parameters and of their tangents in place of the tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from shardfn.transforms.step import OutsideGradient
 
 
 class PairedCall(Call):
-    """One call of a stage of pairs."""
+    """One call of a stage whose function takes pairs of value and tangent, see `Pairs`."""
 
     notices = False
 
@@ -142,7 +143,7 @@ class PairedCall(Call):
 
 
 class _PairOfPlaces(NamedTuple):
-    """What is saved in place of a tensor that lies in what was gathered, or whose tangent does."""
+    """The value that hooks save for a tensor if it, or its tangent, is a view of gathered parameters."""
 
     value: Any
     tangent: Any
@@ -161,7 +162,7 @@ def _unpack(packed: Any) -> Tensor:
 
 
 def paired(signature: Signature, leaves: list[Any]) -> Any:
-    """Calls a stage in `shardfn.jvp`: as one of pairs, where it runs on the schedule."""
+    """Calls a stage in `shardfn.jvp`: as a paired stage if it can run on the schedule, else as its composition."""
     if not scheduled(signature, leaves):
         return called(signature, leaves)
     pairs = Pairs(signature, leaves)
@@ -173,7 +174,7 @@ def paired(signature: Signature, leaves: list[Any]) -> Any:
 
 
 class _Again:
-    """How to run the function of a call again."""
+    """The recomputation of a paired call's function: its arguments, random state and first result."""
 
     def __init__(self, call: PairedCall, leaves: list[Any], tensor_indices: Sequence[int]) -> None:
         self.call, self.at, self.leaves = call, tensor_indices, list(leaves)

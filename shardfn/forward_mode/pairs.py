@@ -1,8 +1,8 @@
-"""Stages in forward mode: tangents of parameters are gathered beside them, and gradients have tangents of their own.
+"""Stages in forward mode: tangents of parameters are gathered with them, and reduced gradients carry tangents.
 
-Inside of `shardfn.jvp` a call of a stage is one of another stage, whose function pairs each parameter and argument with
-its tangent: `(p, x, dp, dx) -> (y, dy)`. It runs on the same schedule. The cotangents that its backward gets have
-tangents, too; autograd takes them through the graph of the pairs, and the gradients and their tangents are reduced.
+Inside `shardfn.jvp` a call of a stage is replaced by a call of a paired stage, whose function pairs each parameter and
+argument with its tangent: `(p, x, dp, dx) -> (y, dy)`. It runs on the same schedule. Its backward gets cotangents with
+tangents; autograd propagates both, and the schedule reduces the gradients and their tangents.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from shardfn.transforms.step import current_step
 def scheduled(signature: Signature, leaves: Sequence[Any]) -> bool:
     """Whether a call in forward mode runs on the schedule; else it is composed.
 
-    It is composed where parameters or gradients are rounded on their way, which a composition leaves out of
+    It is composed where parameters or gradients are quantized for communication, which a composition leaves out of
     derivatives, or where activations leave the device: aliases of parameters would go with them.
     """
     options = signature.options
@@ -116,9 +116,8 @@ def _on_pairs(
                     raise  # a graph of pairs would fail, too
                 if log.records:
                     raise RuntimeError(
-                        f"{signature}: in shardfn.jvp it runs inside of torch.func.vjp, which refused it after a "
-                        f"collective: {short(str(error))}. It cannot run again, as other ranks may not: do that before "
-                        f"collective, or leave it out"
+                        f"{signature}: in shardfn.jvp it runs inside of torch.func.vjp, which raised an error after a "
+                        f"collective: {short(str(error))}. Move that operation before the collective, or leave it out"
                     ) from error
         began.restore()
     return _recorded(signature, has, nodes, moving, tries)
@@ -225,7 +224,7 @@ def _transposed(
 
 
 class _Saving(threading.local):
-    """A context for what the graph of a stage's function saves inside of `torch.func.vjp`; None: as it is."""
+    """The saved-tensor hooks for graphs of a stage's function inside `torch.func.vjp`; None for no hooks."""
 
     call: Callable[[], Any] | None = None
 
@@ -234,12 +233,12 @@ saving = _Saving()
 
 
 def _ranges(leaves: Iterable[Any]) -> list[tuple[int, int]]:
-    """Where what is lent is in memory."""
+    """The memory addresses of tensors that are lent to a stage's function."""
     return [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in leaves if type(x) is Tensor]
 
 
 class _TensorLocation(NamedTuple):
-    """Where a tensor was, and whether it may have a tangent."""
+    """A placeholder for a tensor in a flattened result: `moves` says whether it may have a tangent."""
 
     moves: bool
 
@@ -383,8 +382,8 @@ class _Tangent(torch.autograd.Function):
     def backward(ctx: Any, cotangent: Tensor | None) -> Any:
         if cotangent is not None:
             raise RuntimeError(
-                f"stage {ctx.stage!r}: the gradient of a tangent, in a shardfn.jvp of a function that closes over what "
-                f"is differentiated, or unpacks a tangent: pass it to jvp as a primal, or use torch.func.jvp"
+                f"stage {ctx.stage!r}: the gradient of a tangent is not supported if the function closes over a "
+                f"differentiated value, or unpacks a tangent. Pass the value to jvp as a primal, or use torch.func.jvp"
             )
         return (None, None) + (None,) * ctx.count
 

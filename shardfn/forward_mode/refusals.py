@@ -1,4 +1,4 @@
-"""What the function of a stage must not do in `shardfn.jvp`, and the errors that say so."""
+"""Errors for functions of stages that `shardfn.jvp` cannot run."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ def refuse_opaque(signature: Signature, leaves: Sequence[Any]) -> None:
         if type(leaf) not in _PLAIN and _hides_tensors(leaf):
             kind = type(leaf).__name__
             raise TypeError(
-                f"{signature}, in shardfn.jvp: it returns a {kind}, which is not a pytree node, with tensors in it, "
-                f"whose tangents would be lost. Return a tuple or dict of tensors, register {kind} with optree, or, "
-                f"for a module, choose stages= so that who reads it is in one stage with it"
+                f"{signature}, in shardfn.jvp: it returns a {kind}, which is not a pytree node, so tangents would be "
+                f"lost. Return a tuple or dict, register {kind} with optree, or choose stages= that include its reader"
             )
 
 

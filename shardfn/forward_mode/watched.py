@@ -1,4 +1,7 @@
-"""What is watched while tangents are pushed forward: uses of what a stage has lost, and writes into what it lends."""
+"""Checks of functions inside `shardfn.jvp`: uses of tensors that lost their gradient, and writes into parameters.
+
+A tensor that a stage's function computed and kept, but did not return, has lost its gradient outside of the stage.
+"""
 
 from __future__ import annotations
 
@@ -80,9 +83,9 @@ def _refuse_once(function: Any, args: Sequence[Any]) -> None:
     moving = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)
     if moving and functorch.once_differentiable(function):
         raise RuntimeError(
-            f"a gradient inside of shardfn.jvp, as in a Hessian-vector product, goes through {function.__name__}, of "
-            f"which backward is marked with @once_differentiable: it may compute with numbers that have no tangents. "
-            f"Write it with operations of torch, without that mark"
+            f"a gradient inside shardfn.jvp, as in a Hessian-vector product, needs the derivative of the backward of "
+            f"{function.__name__}, which is marked with @once_differentiable. Write that backward with operations of "
+            f"torch, without the mark"
         )
 
 

@@ -1,4 +1,4 @@
-"""Batch normalisation with statistics over the batch of all ranks."""
+"""Batch normalization with statistics over the batch of all ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardfn.mesh.scope import bound_axis
 
 
 def is_batch_norm(m: nn.Module) -> bool:
-    """Whether a module normalises with statistics of the batch."""
+    """Whether a module normalizes with statistics of the batch."""
     return isinstance(m, nn.modules.batchnorm._BatchNorm)
 
 
@@ -71,7 +71,7 @@ class SyncedStatistics(TorchFunctionMode):
     It makes two all-reduces of one number per channel, in forward and in backward; the second sums squared distances
     from the mean, as on one process, which does not cancel where the mean is large.
 
-    Source: Ioffe and Szegedy, Batch Normalization (2015), with the batch cut over ranks.
+    Source: Ioffe and Szegedy, Batch Normalization (2015), with the batch sharded over ranks.
 
     Attributes:
         found: whether it was called.

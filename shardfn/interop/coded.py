@@ -59,7 +59,7 @@ def stored(tensors: Mapping[str, Tensor]) -> dict[str, Assembled]:
 
 
 def upright(values: Mapping[str, Assembled], module: nn.Module) -> dict[str, Assembled]:
-    """Undoes the transposition that `transformers` applies to the weight of a `Conv1D` before quantising it."""
+    """Undoes the transposition that `transformers` applies to the weight of a `Conv1D` before quantizing it."""
     turned = {f"{path}.weight" for path, m in module.named_modules() if is_conv1d(m)}
     return {
         name: _transposed(x) if name in turned and isinstance(x, DecodedOnDemand) else x for name, x in values.items()
@@ -79,9 +79,8 @@ def kept(values: Mapping[str, Any]) -> dict[str, Format]:
     few = {name: x for name, x in values.items() if isinstance(x, Computed) and x.rounded}
     if several := [name for name, x in few.items() if not isinstance(x, DecodedOnDemand)]:
         raise CheckpointError(
-            f"as_stored: {listed(several, 4)}: made of several tensors that are in few bits there, or of one that is "
-            f"transposed, which a parameter cannot keep as they are. Without as_stored, model.tree says what stays in "
-            f"few bits: a quant.Packed each"
+            f"as_stored: {listed(several, 4)} must each be one quantized tensor in the files, got several or one "
+            f"that is transposed. Leave as_stored out; then each quant.Packed in model.tree stays quantized"
         )
     return {name: x.format for name, x in few.items() if isinstance(x, DecodedOnDemand)}
 
@@ -98,13 +97,13 @@ def refuse_twice(values: Mapping[str, Any], formats: Mapping[str, Format]) -> No
             wrong += [f"{name} is {stored_as} there, and {format} in model.tree"] if stored_as != format else []
     if wrong:
         raise CheckpointError(
-            f"{listed(wrong, 4)}: rounding twice would lose more. Keep what can be kept as it is there, by "
-            f"as_stored=True, or have the parameters in full precision in model.tree, which decodes them"
+            f"{listed(wrong, 4)}: rounding twice would lose more. Keep the files' format by as_stored=True, or "
+            f"leave the parameters in model.tree in full precision to decode the files"
         )
 
 
 def hint(folder: Any) -> str:
-    """A message if config.json says that the parameters were quantised in a way that is not supported; else ""."""
+    """A message if config.json says that the parameters were quantized in a way that is not supported; else ""."""
     try:
         config = json.loads((Path(folder) / "config.json").read_text())["quantization_config"]
         method = config["quant_method"]
@@ -119,10 +118,10 @@ def hint(folder: Any) -> str:
 
 
 def settings(packed: Mapping[str, Packed], linear: Sequence[str]) -> dict[str, Any]:
-    """The quantisation settings for the configuration of a `transformers` model.
+    """The quantization settings for the configuration of a `transformers` model.
 
     Args:
-        packed: the parameters in few bits by name, all in one format.
+        packed: the quantized parameters by name, all in one format.
         linear: names of the module's linear layers.
 
     Raises:
@@ -131,14 +130,14 @@ def settings(packed: Mapping[str, Packed], linear: Sequence[str]) -> dict[str, A
     layers = {name.removesuffix(".weight"): x for name, x in packed.items()}
     if odd := [name for name in packed if name.removesuffix(".weight") not in linear]:
         raise CheckpointError(
-            f"{listed(odd, 4)} {'is' if len(odd) == 1 else 'are'} in few bits, and no weight of a torch.nn.Linear, "
-            f"which is all that transformers has in few bits: pass dtype=, which decodes what is written"
+            f"{listed(odd, 4)} {'is' if len(odd) == 1 else 'are'} quantized, and no weight of a torch.nn.Linear, "
+            f"the only kind that transformers quantizes. Pass dtype= to decode it"
         )
     formats = {x.format: x.dtype for x in packed.values()}
     if len(formats) > 1:
         raise CheckpointError(
             f"there are parameters in {listed(formats, separator=' and ')}, and transformers has one format "
-            f"for a model: pass dtype=, which decodes what is written"
+            f"for a model. Pass dtype= to decode them"
         )
     ((format, dtype),) = formats.items()
     return {

@@ -1,4 +1,4 @@
-"""Builds modules without memory for their parameters, and initialises parameters that no file has.
+"""Builds modules without memory for their parameters, and initializes parameters that no file has.
 
 Source: `PreTrainedModel.initialize_weights` of transformers, for the order: inner modules first, each by the innermost
 model around it.
@@ -35,7 +35,7 @@ _DRAWS = {
 
 
 class _Cheap(TorchFunctionMode):
-    """Skips random initialisation of meta tensors, and reserves memory for large tensors only when it is written to."""
+    """Skips random initialization of meta tensors, and reserves memory for large tensors only when it is written to."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -103,7 +103,7 @@ def meta() -> Iterator[None]:
 
 
 def beginning(module: nn.Module, name: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    """Initialises one parameter, from the seed and its name alone.
+    """Initializes one parameter, from the seed and its name alone.
 
     Runs the `reset_parameters` of its module and of the modules around it, and then the `_init_weights` of the models
     around it, on copies in which every other parameter is on the device meta.
@@ -119,7 +119,7 @@ def beginning(module: nn.Module, name: str, shape: tuple[int, ...], dtype: torch
         The values, on the CPU.
 
     Raises:
-        CheckpointError: its classes have no method to initialise it, or one that needs more than this parameter.
+        CheckpointError: its classes have no method to initialize it, or one that needs more than this parameter.
     """
     path, _, attribute = name.rpartition(".")
     holder = module.get_submodule(path)
@@ -184,7 +184,7 @@ def _resets(around: list[Any]) -> list[Callable[[], Any]]:
 
 
 def _by_models(around: list[Any]) -> list[Callable[[], Any]]:
-    """The calls of `_init_weights` of models, which initialise the modules inside."""
+    """The calls of `_init_weights` of models, which initialize the modules inside."""
     calls: list[Callable[[], Any]] = []
     for number, m in enumerate(around):
         models = [outer for outer in around[number:] if callable(getattr(outer, "_init_weights", None))]

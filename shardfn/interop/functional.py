@@ -93,7 +93,7 @@ def functional(
             saves a further gather of the whole stage.
         mutable: which buffers the module changes in forward, by patterns; those of batch norms are known.
         small: modules with fewer parameters than this are loose, unless they were chosen.
-        sync_batch_norm: the axes over which a batch is cut: batch norms use the statistics of all of it.
+        sync_batch_norm: the axes over which a batch is sharded: batch norms use the statistics of all of it.
         tensor: how tensor parallelism cuts layers: a table of ends of module paths -> words, such as `interop.LLAMA`
             and `interop.GPT2`; or "auto", the table that the model's classes ship.
         tensor_axis: the mesh axis that cuts them; if the mesh has no such axis, they are whole.
@@ -118,8 +118,8 @@ def functional(
         close = difflib.get_close_matches(unknown[0], names, 1)
         hint = f" (did you mean {close[0]}=?)" if close else ""
         raise TypeError(
-            f"functional: unknown option {listed(unknown)}{hint}; it takes {', '.join(names)}, of which "
-            f"{', '.join(sorted(_STAGE_OPTIONS))} are those of shardfn.stage"
+            f"functional: unknown option {listed(unknown)}{hint}. Pass one of {', '.join(names)}; of these "
+            f"{', '.join(sorted(_STAGE_OPTIONS))} are options of shardfn.stage"
         )
     if not isinstance(compile, (bool, Mapping)):
         raise TypeError(f"functional: compile must be True, or a dict of arguments of torch.compile, got {compile!r}")
@@ -438,9 +438,9 @@ class Functional:
         ranks = dict(layout.grid.sizes).get(plan.axis, 1)
         if ranks > 1 and plan.axis in plan.spec(name, shape).axes and plan.axis not in spec.axes:
             raise ValueError(
-                f"{name} of {type(self.module).__name__} is whole on each of {ranks} ranks along {plan.axis!r}, where "
-                f"tensor= cuts it as {plan.spec(name, shape)}: write params = model.shard(mesh, strategy), or pass "
-                f"specs=model.specs to whoever places other values"
+                f"{name} of {type(self.module).__name__} is full on each of {ranks} ranks along {plan.axis!r}, where "
+                f"tensor= shards it as {plan.spec(name, shape)}. Write params = model.shard(mesh, strategy), or pass "
+                f"specs=model.specs to shard"
             )
 
     def _check_adapters(self, adapters: Mapping[str, Any]) -> None:
@@ -453,7 +453,7 @@ class Functional:
             )
         if adapters and self._tensor is not None:
             raise ValueError(
-                f"{type(self.module).__name__} is cut by tensor=, and has adapters, which would be whole: make the "
+                f"{type(self.module).__name__} is sharded by tensor=, which is not supported with adapters. Make the "
                 f"model without tensor="
             )
         for key, part in adapters.items():

@@ -26,7 +26,7 @@ from shardfn.stages.written import first_written, sums_of
 def along_tensor(
     region: ShardedModules | None, module: nn.Module, arguments: Sequence[Any], loose: ModulePart, params: Any
 ) -> Iterator[Following | None]:
-    """Binds axis names to the parameters' mesh for loose code that is cut by `tensor`, as inside stages."""
+    """Binds axis names to the parameters' mesh for loose code that is sharded by `tensor`, as inside stages."""
     if region is None:
         yield None
         return
@@ -87,9 +87,8 @@ def loose_in_place(
             stray = [*values_before][index]
         if (slot := next(written, None)) or stray:
             raise RuntimeError(
-                f"the module writes into its parameter {slot.key if slot else stray}, which would be lost: what is "
-                f"there during a call is a copy. Let forward compute with a new tensor, and change parameters outside "
-                f"of the model, by an optimizer or in the tree"
+                f"the module writes into its parameter {slot.key if slot else stray}, which would be lost: during a "
+                f"call it is a copy. Compute a new tensor in forward, and change parameters outside of the model"
             )
 
 
@@ -201,7 +200,7 @@ class Adapting:
         structure = described([flat.layout for flat in flats]) if flats else adapters
         where = self.part.path or "the module"
         if not isinstance(structure, Mapping):
-            raise ValueError(f"adapters: those of {where} are a dict by name, not of type {type(structure).__name__}")
+            raise ValueError(f"adapters: those of {where} must be a dict by name, got {type(structure).__name__}")
         for home in self.homes.values():
             if misfit := _misfit(home, structure):
                 name, problem = misfit

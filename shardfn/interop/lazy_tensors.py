@@ -101,7 +101,7 @@ class Computed(Assembled):
     """A tensor that is computed each time that elements of it are needed.
 
     Attributes:
-        rounded: whether it is computed from values that were rounded to few bits.
+        rounded: whether it is computed from values that were quantized.
     """
 
     def __init__(

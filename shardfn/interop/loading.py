@@ -90,16 +90,16 @@ def load(
         strategy: as for `shardfn.shard`.
         source: a global rank, which alone reads `folder` and sends the values to the others, 8 MB at a time: no rank
             holds more than its shards and these, apart from what the source has anyway.
-        as_stored: whether parameters that the files have in few bits stay in them, whatever `model.tree` has: they
+        as_stored: whether parameters that are quantized in the files stay in them, whatever `model.tree` has: they
             become `quant.Packed`, and are not trained.
         frozen: as for `shardfn.shard`; default: `model.frozen`.
         specs: as for `shardfn.shard`; default: `model.specs`.
         strict: whether the files must hold exactly what the model has. If not, extra tensors are ignored; missing ones
-            keep the module's values or, if they are on the device meta, are initialised by their classes
+            keep the module's values or, if they are on the device meta, are initialized by their classes
             (`reset_parameters`, `_init_weights`), as are further rows of embeddings and output layers; and the logger
             `shardfn` warns of them. Other shapes are still errors.
         ignore: regular expressions, or one; extra tensors whose whole name matches one are not an error.
-        seed: any int, the same on every rank; each initialised parameter draws from a generator seeded by it and its
+        seed: any int, the same on every rank; each initialized parameter draws from a generator seeded by it and its
             name, so that it has the same values on any mesh.
 
     Returns:
@@ -107,7 +107,7 @@ def load(
 
     Raises:
         CheckpointError: tensors are missing, extra or of another shape, all listed at once; a missing parameter cannot
-            be initialised by its classes; files are gone, damaged, or different between ranks; tied parameters differ;
+            be initialized by its classes; files are gone, damaged, or different between ranks; tied parameters differ;
             values would be rounded to few bits twice; or some rank failed. The same on every rank.
         ValueError, TypeError: as `shardfn.shard`.
 
@@ -165,7 +165,7 @@ def _shared_note(plan: _LoadPlan | None, group: RankGroup, task: str) -> _Note:
     """
     notes = [note for note in group.gathered(None if plan is None else plan.note, task) if note is not None]
     if any(note != notes[0] for note in notes):
-        raise CheckpointError(f"{task}: what is read differs between ranks; source=0 loads what one of them has")
+        raise CheckpointError(f"{task}: the files differ between ranks. Pass source=0 to load those of one rank")
     if notes[0].said and group.rank == 0:
         _log.warning("%s, not strict: %s", task, notes[0].said)
     return notes[0]
@@ -177,7 +177,7 @@ class _Note(NamedTuple):
     Attributes:
         buffers: names of the buffers to write.
         used: rules of `transformers` that were applied.
-        packed: formats of parameters that stay in few bits.
+        packed: formats of parameters that stay quantized.
         generation: settings of `transformers` for generating text, which the module gets.
         said: the warning of a load that is not strict.
         fingerprint: of the values and the files.
@@ -328,7 +328,7 @@ def _reported(differ: Differences, model: Functional) -> Differences:
 
 
 def _initialised(model: Functional, new: Mapping[str, TensorType], seed: int) -> dict[str, Assembled]:
-    """Parameters as their classes initialise them; computed when needed, one at a time."""
+    """Parameters as their classes initialize them; computed when needed, one at a time."""
 
     @functools.lru_cache(maxsize=1)
     def content(name: str) -> Assembled:

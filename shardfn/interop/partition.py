@@ -296,8 +296,8 @@ def _named(
     for item in choices:
         if not isinstance(item, (str, type)):
             raise TypeError(
-                f"functional: stages={stages!r}; it is names of classes, classes, regular expressions of paths, or a "
-                f"function of a path and a module"
+                f"functional: stages must be names of classes, classes, regular expressions of paths, or a function of "
+                f"a path and a module, got {stages!r}"
             )
 
     def matches(item: Any, path: str, m: nn.Module) -> bool:

@@ -114,16 +114,16 @@ class Placeholder(nn.Parameter):
         if self.place.running.now is None:
             raise RuntimeError(
                 f"{self.path} was taken out of this module, which has no value for {operation}: call the function that "
-                f"`functional` returned, model(params, ...), with method= for other methods than forward; the values "
-                f"are in params, and model.state_dict(params) or interop.save_pretrained give them these names"
+                f"`functional` returned, model(params, ...), with method= for other methods than forward. Read values "
+                f"from model.state_dict(params)"
             )
         where = f"stage {self.owner!r}" if self.owner else "the model's call"
         normed = self.path.endswith(HOOKED)
         hook = " (a hook of torch.nn.utils? torch.nn.utils.parametrizations has none)" if normed else ""
         raise RuntimeError(
-            f"{self.path} is read outside of {where}, by {operation}{hook}: its values are among the "
-            f"parameters that the model was called with, not in the module. Add it to loose=[{self.path!r}], or make "
-            f"one stage of a module that holds all who read it"
+            f"{self.path} is read outside of {where}, by {operation}{hook}: its values are in the params of "
+            f"the call, not in the module. Add it to loose=[{self.path!r}], or make a module with all its readers one "
+            f"stage"
         )
 
     def _settled(self, func: Any) -> str:
@@ -143,8 +143,8 @@ class Placeholder(nn.Parameter):
     def __deepcopy__(self, memo: Any) -> Placeholder:
         if self.place.running.now is not None and torch.is_grad_enabled() and self.requires_grad:
             raise RuntimeError(
-                f"{self.path} is copied in forward: torch's copy would be a parameter of its own, and this one would "
-                f"be the same, with its gradient. Copy under torch.no_grad(), or compute with the module itself"
+                f"{self.path} is copied in forward: torch's copy would be a separate parameter, and this one the "
+                f"same parameter, with its gradient. Copy under torch.no_grad(), or compute with the module itself"
             )
         return self
 

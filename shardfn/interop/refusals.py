@@ -119,8 +119,8 @@ def refuse_shared_memory(module: nn.Module, named: Sequence[tuple[str, Tensor]])
             if other is not None:
                 raise ValueError(
                     f"functional: {other} and {name} are two tensors of shapes {tuple(dict(sharing)[other].shape)} and "
-                    f"{tuple(x.shape)} that share memory, as a view or a slice does; apart from each other they would "
-                    f"get different numbers. Make them one parameter, of which forward takes the view, or clone() one"
+                    f"{tuple(x.shape)} that share memory, but would get different values. Make them one "
+                    f"parameter and take the view in forward, or clone() one"
                 )
 
 
@@ -195,15 +195,14 @@ def _refuse_parameter(p: Tensor, name: str, where: str) -> None:
         )
     if not (_is_plain(type(p)) or dispatch.ordinary(p)):
         raise TypeError(
-            f"functional: {name} of {where} is of class {type(p).__name__}, whose operations are its own: what stages "
-            f"compute with are plain tensors. Pass the module with plain parameters; what few bits mean here, "
-            f"shardfn.quant says"
+            f"functional: {name} of {where} is of class {type(p).__name__}, which has custom operations; stages "
+            f"compute with plain tensors. Pass the module with plain parameters, and quantize them by shardfn.quant"
         )
     if p._backward_hooks or p._post_accumulate_grad_hooks:
         raise TypeError(
             f"functional: {name} of {where} has a hook on its gradient (register_hook or "
-            f"register_post_accumulate_grad_hook), which would never run: remove it, and do to the gradients "
-            f"that shardfn.grad returns what it does"
+            f"register_post_accumulate_grad_hook), which would never run. Remove it, and apply it to the gradients "
+            f"that shardfn.grad returns"
         )
 
 
@@ -215,9 +214,7 @@ def _refuse_module(m: nn.Module, where: str, module: nn.Module) -> None:
             f"{'False' if m.sparse else 'None'}, since stages have dense gradients and change no parameters"
         )
     if isinstance(m, torch.jit.ScriptModule):
-        raise TypeError(
-            f"functional: {where} is TorchScript, of which no part can be exchanged: pass the module itself"
-        )
+        raise TypeError(f"functional: {where} is TorchScript, whose parts cannot be replaced: pass the module itself")
     if dynamo.is_compiled(m):
         raise TypeError(
             f"functional: {where} is compiled by torch.compile, with its parameters inside: pass the module as it "
@@ -232,8 +229,8 @@ def _refuse_module(m: nn.Module, where: str, module: nn.Module) -> None:
         )
     if getattr(m, "gradient_checkpointing", False) is True:
         raise TypeError(
-            f"functional: {where} has gradient checkpointing of its own switched on, inside which a stage cannot "
-            f"run: call {disables_checkpointing(module)}(), and pass remat=True here"
+            f"functional: {where} has its own gradient checkpointing on, inside which a stage cannot run. "
+            f"Call {disables_checkpointing(module)}(), and pass remat=True here"
         )
 
 
@@ -263,16 +260,16 @@ def refuse_written(part: ModulePart, leaves: Sequence[Any], current: tuple[Seque
     """Raises RuntimeError if a module has written into a list, dict or dataclass among its arguments."""
     if current[1] != form or any(a is not b for a, b in zip(leaves, current[0], strict=True)):
         raise RuntimeError(
-            f"{part.path} ({type(part.module).__name__}) writes into a list, dict or dataclass among its arguments. A "
-            f"stage gets a copy, since it may run again in backward, and what it writes would be lost: let its forward "
-            f"return it, or choose stages= so that whoever made it and whoever writes into it are in one stage"
+            f"{part.path} ({type(part.module).__name__}) writes into a list, dict or dataclass among its arguments, "
+            f"which would be lost: a stage gets a copy. Return it from forward, or choose stages= that include its "
+            f"maker"
         )
 
 
 def refuse_deleted(part: ModulePart, error: KeyError) -> NoReturn:
     """Raises RuntimeError for a module of which a parameter was deleted in forward."""
     raise RuntimeError(
-        f"{part.path} ({type(part.module).__name__}) has lost its parameter {error} in forward. Call it with other "
+        f"{part.path} ({type(part.module).__name__}) has lost its parameter {error} in forward. Call it with different "
         f"values by torch.func.functional_call(module, values, args)"
     ) from error
 
@@ -282,8 +279,8 @@ def refuse_written_outside(copies: Iterable[Mapping[str, Tensor]]) -> None:
     for name, x in ((name, x) for values in copies for name, x in values.items()):
         if not x.is_inference() and x._version:
             raise RuntimeError(
-                f"the module writes into its parameter {name}, which would be lost: what is read outside of its stage "
-                f"is a copy. Let forward compute with a new tensor, and change parameters outside of the model"
+                f"the module writes into its parameter {name}, which would be lost: outside of its stage it is a copy. "
+                f"Compute a new tensor in forward, and change parameters outside of the model"
             )
 
 
@@ -293,9 +290,9 @@ def refuse_rebound(part: ModulePart, pairs: Sequence[tuple[Slot, Any]]) -> None:
         current = left_in(part, slot)
         if current is not value and not keeps_numbers(current, value):
             raise RuntimeError(
-                f"{part.path} ({type(part.module).__name__}) puts something else in the place of its parameter "
-                f"{joined(part.path, slot.key)}, which would be lost: what is there during a call is lent. Let forward "
-                f"compute with a new tensor, and change parameters outside of the model, by an optimizer or in the tree"
+                f"{part.path} ({type(part.module).__name__}) replaces its parameter {joined(part.path, slot.key)}, "
+                f"which would be lost: during a call it is a copy. Compute a new tensor in forward, and change "
+                f"parameters outside of the model"
             )
 
 
@@ -335,8 +332,8 @@ def refuse_mixed_loose(
         casts = ", ".join(f"{name}={dtype}" for name, dtype in options.items())
         raise TypeError(
             f"{type(module).__name__} mixes dtypes ({error}) outside of its stages, where it has {listed(loose, 3)}, "
-            f"of {' and '.join(dtypes)}, with {casts}. Cast the arguments, or pass input_dtype, which casts what the "
-            f"module that holds them is given; where another module reads them, cast there"
+            f"of {' and '.join(dtypes)}, with {casts}. Cast the arguments, or pass input_dtype, which casts those of "
+            f"the module that holds these parameters"
         ) from error
 
 
@@ -362,10 +359,9 @@ def refuse_inside_function(part: ModulePart, outermost: types.CodeType, read: st
             raise RuntimeError(
                 given_as_it_is(read)
                 if read
-                else f"{part.path} is called by the forward of a torch.autograd.Function, or of a checkpoint, in the "
-                f"module: its parameters would get no gradient. Leave the Function out of the module, and pass "
-                f"remat=True to functional where it saves memory; or call shardfn.stage functions in it, with flat "
-                f"shards' values among its arguments"
+                else f"{part.path} is called by the forward of a torch.autograd.Function or a checkpoint in the "
+                f"module: its parameters would get no gradient. Leave the Function out, and pass remat=True to "
+                f"functional to save memory"
             )
         frame = frame.f_back  # type: ignore[assignment]
 
@@ -378,8 +374,8 @@ def refuse_hooks(part: ModulePart) -> None:
             if not getattr(hook, "__module__", "").startswith((output_capturing.HOOKS, "torch.")):
                 raise RuntimeError(
                     f"{part.path}.{path} has a forward hook, {getattr(hook, '__qualname__', hook)}, inside a stage: "
-                    f"under torch.func what it keeps would have no gradient, silently. Put it on the stage's module "
-                    f"{part.path}, remove it, or use shardfn.grad, which raises an error if what it kept is used"
+                    f"under torch.func values that it keeps would silently lose their gradients. Move it to the "
+                    f"stage's module {part.path}, remove it, or use shardfn.grad"
                 )
 
 
@@ -398,9 +394,9 @@ def refuse_kept(part: ModulePart, arguments: Sequence[Any]) -> None:
     for x in arguments:
         if not isinstance(x, Tensor) and any(map(_computed, tensors_in(x, objects=True))):
             raise RuntimeError(
-                f"{part.path} is given a {type(x).__name__}, in which there are tensors with a gradient when it has "
-                f"run: under torch.func the gradient of what a stage keeps in an object would be lost, silently. Pass "
-                f"tensors, in tuples, dicts or dataclasses, and return them"
+                f"{part.path} is given a {type(x).__name__} and keeps computed tensors in it: under torch.func their "
+                f"gradient would be lost, silently. Pass tensors in tuples, dicts or dataclasses, and return the "
+                f"results"
             )
 
 

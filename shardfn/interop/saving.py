@@ -61,7 +61,7 @@ def save_pretrained(
     `model.safetensors` with all names of its `state_dict`, for
     `module.load_state_dict(safetensors.torch.load_file(...))`.
 
-    Parameters in few bits are written as by bitsandbytes, and noted in the configuration; `dtype` decodes them.
+    Quantized parameters are written as by bitsandbytes, and noted in the configuration; `dtype` decodes them.
 
     In addition to its shards a rank needs memory for one stage and 32 MB. An earlier model in the folder stays until
     all of the new one is on disk, as with `checkpoint.export`, and files of other names stay. If the process dies while
@@ -74,7 +74,7 @@ def save_pretrained(
         params: of the structure of `model.tree`: flat shards, whole tensors, or both.
         buffers: as the last call of the model returned them; default: `model.buffers`. The first rank's are written.
         tokenizer: whose files belong to the model: anything with a `save_pretrained(folder)`.
-        dtype: floating-point dtype to which floating-point parameters are converted, and those in few bits decoded;
+        dtype: floating-point dtype to which floating-point parameters are converted, and quantized ones decoded;
             None keeps their own. Buffers keep theirs.
         max_shard_bytes: bytes of tensors in a file; a single tensor may have more.
         metadata: further strings for the header of each file.
@@ -121,9 +121,9 @@ class _Given(NamedTuple):
     """The parameters and buffers to write.
 
     Attributes:
-        params: dtype and shape of each parameter by the tree's name, in its order; of those in few bits, of the decoded
+        params: dtype and shape of each parameter by the tree's name, in its order; of quantized ones, of the decoded
             one.
-        packed: the parameters in few bits, without their bytes.
+        packed: the quantized parameters, without their bytes.
         buffers: by name.
     """
 
@@ -217,13 +217,13 @@ def _few(model: Functional, provided: _Given, files: Mapping[str, Assembled], me
         for name, x in files.items():
             origins = {part.origin for part in x.parts} & set(provided.packed)
             if origins and not (len(x.parts) == 1 and _same(next(iter(origins)), x, metas)):
-                raise ValueError(f"{name}, in which {listed(sorted(origins), 2)} is, is not a whole parameter in files")
+                raise ValueError(f"{name}, which contains {listed(sorted(origins), 2)}, is not a full parameter")
             for origin in origins:
                 packed = provided.packed[origin]
                 formats[name] = packed.having(torch.empty(packed.nbytes, dtype=torch.uint8, device="meta"))
                 bitsandbytes.tensors(name, formats[name])
     except ValueError as error:
-        raise CheckpointError(f"{error}: pass dtype=, which decodes what is written") from None
+        raise CheckpointError(f"{error}. Pass dtype= to decode the parameters") from None
     linear = [name for name, m in model.module.named_modules() if isinstance(m, nn.Linear)]
     of_transformers = conversions.of_transformers(model.module)
     return _Few(formats, coded.settings(provided.packed, linear) if of_transformers else {})

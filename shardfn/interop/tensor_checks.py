@@ -1,6 +1,6 @@
-"""Runs one stage with layers that are cut by tensor parallelism: divides its heads, and detects unsupported code.
+"""Runs one stage with layers that are sharded by tensor parallelism: divides its heads, and detects unsupported code.
 
-Code between a layer that is cut by columns and one that is cut by rows sees this rank's features and heads; all other
+Code between a column-parallel layer and a row-parallel one sees this rank's features and heads; all other
 code sees what every rank has. The first run of each stage is traced, and where that cannot suffice, compared with a run
 on whole layers.
 """
@@ -57,7 +57,7 @@ class ShardedModules:
         self.proved = _NOTHING if proves else _GRADIENTS
 
     def size(self) -> int:
-        """The number of ranks over which these parameters are cut; 1 if they are whole."""
+        """The number of ranks over which these parameters are sharded; 1 if they are whole."""
         if self.sample is None:
             return 1
         m, name, full_shape = self.sample
@@ -140,7 +140,7 @@ class ShardedModules:
     ) -> None:
         """Compares, once, the stage's results on this rank's part with those on whole layers.
 
-        Only this detects code of the module that splits, normalises or counts what is cut. It needs the stage's whole
+        Only this detects code of the module that splits, normalizes or counts what is cut. It needs the stage's whole
         parameters and two more runs, in float64 if the module supports it, without dropout; and two backward passes if
         gradients are recorded, since code that cannot be traced, such as a custom autograd function, may compute right
         values but only this rank's part of a gradient.
@@ -196,7 +196,7 @@ class ShardedModules:
         self.proved = level
 
     def _dims_of(self, slots: Sequence[Slot]) -> list[int | None]:
-        """The dimension along which each parameter is cut; None for whole ones."""
+        """The dimension along which each parameter is sharded; None for whole ones."""
         dims = {
             id(m._parameters[name]): cut_dim(m, cut, name)
             for m, cut in self.cuts.items()
@@ -211,10 +211,10 @@ class ShardedModules:
             exact = not y.is_floating_point()
             if not (torch.equal(y, expected) if exact else _close_to(y, expected, scale, _ROUNDING)):
                 raise ValueError(
-                    f"{self.path} computes something else with layers that are cut over {self.axis!r} than with whole "
-                    f"ones: its code splits, normalises or counts the features of a layer that is said to be "
-                    f"{', '.join(sorted({self.cuts[m].word for m in self.cuts}))}. Say qkv_colwise or packed_colwise "
-                    f"of several matrices in one, or colwise_gather_output and rowwise_split_input"
+                    f"{self.path} computes a different result with layers sharded over {self.axis!r}: its code splits, "
+                    f"normalizes or counts features of "
+                    f"{', '.join(sorted({self.cuts[m].word for m in self.cuts}))} layers. Use qkv_colwise or "
+                    f"packed_colwise for several matrices in one, or colwise_gather_output and rowwise_split_input"
                 )
 
     def _refuse_slopes(self, names: Sequence[str], got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
@@ -222,10 +222,9 @@ class ShardedModules:
         for name, slope, expected in zip(names, got, want, strict=True):
             if not _close_to(slope, expected, scale, _SLOPE):
                 raise ValueError(
-                    f"{self.path}: with layers that are cut over {self.axis!r} the gradient of {name} is another than "
-                    f"with whole ones: it meets what each rank has alone, or is said to and does not. Say in the table "
-                    f'that its module is "replicated_with_grad_allreduce" if it is applied to what is cut, and leave '
-                    f"it out if it is not"
+                    f"{self.path}: with layers sharded over {self.axis!r} the gradient of {name} differs from that "
+                    f'with full layers. Set its module to "replicated_with_grad_allreduce" in the table if and only if '
+                    f"it is applied to sharded values"
                 )
 
 
@@ -315,9 +314,9 @@ class Following(TorchFunctionMode):
                 name = self.names.get(id(x))
                 value = f"the parameter {name}" if name else f"a value of shape {tuple(x.shape)}"
                 raise ValueError(
-                    f"{self.region.path}: in {op}, {value} that all ranks along {self.region.axis!r} have meets what "
-                    f"each of them has alone, and its gradient would be this rank's part: say in the table that its "
-                    f'module is "replicated_with_grad_allreduce", or cut what it meets otherwise'
+                    f"{self.region.path}: {op} combines {value}, replicated over {self.region.axis!r}, with sharded "
+                    f"values, so its gradient would be a partial sum. Set its module to "
+                    f'"replicated_with_grad_allreduce" in the table, or shard the other operand differently'
                 )
 
     def check(self, results: Any) -> None:
@@ -325,9 +324,9 @@ class Following(TorchFunctionMode):
         for x in _tensors(results):
             if is_cut(x):
                 raise ValueError(
-                    f"{self.region.path} returns a value of shape {tuple(x.shape)} of which each rank along "
-                    f"{self.region.axis!r} has its own part, as attentions of its own heads are: ask for no such "
-                    f'output, or end it in the table by a layer that is "rowwise" or "colwise_gather_output"'
+                    f"{self.region.path} returns a value of shape {tuple(x.shape)} that is sharded over "
+                    f"{self.region.axis!r}, such as attention weights of local heads. Do not request it, or "
+                    f'end it with a "rowwise" or "colwise_gather_output" layer in the table'
                 )
 
 
@@ -365,7 +364,7 @@ def _check_same(axis: Axis, name: str, path: str, arguments: Sequence[Any]) -> N
     rows = gathered(torch.stack(sums).cpu(), axis, operation="comparing what it is given", caller=path)
     spread = (rows.amax(0) - rows.amin(0))[:, None].reshape(-1, 2).amax(1)
     if bool((spread > _SUMMARY * rows.abs().amax(0).reshape(-1, 2)[:, 1]).any()):
-        raise ValueError(f"{path}: what it is given differs between ranks. {advice}")
+        raise ValueError(f"{path}: its arguments differ between ranks. {advice}")
 
 
 class Unsaid:

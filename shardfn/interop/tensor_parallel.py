@@ -28,7 +28,7 @@ class TensorParallel:
     """Forwards for modules whose parameters may be cut.
 
     Attributes:
-        plan: how modules are cut.
+        plan: the sharding of modules.
         forwards: by module.
         size: number of ranks over which the parameters of the running region are cut; 1 if they are whole.
         proving: whether a comparison by `Region.prove` runs, which is not traced.
@@ -73,8 +73,8 @@ class TensorParallel:
                 parts[self.size] = tuple(n // self.size if d == dim else n for d, n in enumerate(shape))
             if local != parts[self.size]:
                 raise ValueError(
-                    f"{cut.path}.{name} came as {tuple(local)}, which is not its part of {tuple(shape)} where layers "
-                    f"around it are cut over {self.size} ranks along {axis!r}: pass specs=model.specs to shard"
+                    f"{cut.path}.{name} came as {tuple(local)}, which is not its shard of {tuple(shape)} where layers "
+                    f"around it are sharded over {self.size} ranks along {axis!r}. Pass specs=model.specs to shard"
                 )
             return run(*args, **kwargs) if self.size == 1 else inner(*args, **kwargs)
 
@@ -119,7 +119,7 @@ def _rowwise(m: Any, cut: Cut, axis: str, x: Tensor) -> Tensor:
     if x.shape[-1] != width:
         raise ValueError(
             f"{cut.path} has {width} of its {cut.shapes['weight'][dims(m)[1]]} input features on each rank along "
-            f"{axis!r}, but is given {x.shape[-1]}: what comes before it is not cut by columns in the table"
+            f"{axis!r}, but is given {x.shape[-1]}: the layer before it is not sharded by columns in the table"
         )
     y = from_parallel(_product(m, x, m.weight, None), axis)
     return y if m.bias is None else y + m.bias
@@ -138,7 +138,7 @@ def own_parts(x: Tensor, parts: int, axis: str, dim: int) -> Tensor:
     size, axis_rank = axis_size(axis), axis_index(axis)
     if x.shape[dim] % parts:
         raise ValueError(
-            f"a weight of shape {tuple(x.shape)} is this rank's part of {parts} matrices in one, cut over {axis!r} of "
+            f"a weight of shape {tuple(x.shape)} is this rank's shard of {parts} matrices in one, over {axis!r} of "
             f"{size} ranks, but {x.shape[dim]} is not {parts} equal parts: {size} has to divide the features of each"
         )
     # In blocks of n / size, block i belongs to rank i % size; at first, each rank has `parts` consecutive ones.

@@ -88,7 +88,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Holder:
-    """A module with layers that are cut by columns, so that its forward sees only some of the heads.
+    """A module with layers that are sharded by columns, so that its forward sees only some of the heads.
 
     Attributes:
         path: of the module.
@@ -110,8 +110,8 @@ class TensorPlan:
     Attributes:
         axis: mesh axis that cuts.
         cuts: modules with a word.
-        holders: modules with layers that are cut by columns.
-        specs: for each name in the tree, how the parameter is cut.
+        holders: modules with layers that are sharded by columns.
+        specs: for each name in the tree, the sharding of the parameter.
     """
 
     axis: str
@@ -126,17 +126,17 @@ class TensorPlan:
             ValueError: the module has no such parameter.
         """
         if path not in self.specs:
-            raise ValueError(f"specs: the module has no parameter {path!r}; specs are for model.tree as it is")
+            raise ValueError(f"specs: the module has no parameter {path!r}; specs describe the unchanged model.tree")
         return self.specs[path]
 
     def refuse_outside(self, stages: Mapping[str, nn.Module]) -> None:
-        """Raises ValueError if a layer that is cut by columns is in none of these stages."""
+        """Raises ValueError if a layer that is sharded by columns is in none of these stages."""
         inside = {m for stage in stages.values() for m in stage.modules()}
         for m, cut in self.cuts.items():
             if cut.word in LOCAL and m not in inside:
                 raise ValueError(
-                    f"functional: tensor: {cut.path} is said to be {cut.word!r} and is in no stage, where nothing "
-                    f"compares it with the whole layer: choose stages= that hold it"
+                    f"functional: tensor: {cut.path} has the word {cut.word!r} and is in no stage, so nothing "
+                    f"compares it with the full layer. Choose stages= that contain it"
                 )
 
 
@@ -155,10 +155,10 @@ def planned(module: nn.Module, table: Table | str, axis: str) -> TensorPlan:
     """
     is_auto = isinstance(table, str)
     if isinstance(table, str) and table != "auto":
-        raise ValueError(f'functional: tensor={table!r}; it is a table, such as interop.LLAMA, or "auto"')
+        raise ValueError(f'functional: tensor must be a table, such as interop.LLAMA, or "auto", got {table!r}')
     entries = _shipped(module) if isinstance(table, str) else table
     if not isinstance(entries, Mapping) or not all(isinstance(x, str) for pair in entries.items() for x in pair):
-        raise TypeError(f"functional: tensor={table!r}; it is a dict of ends of module paths -> words")
+        raise TypeError(f"functional: tensor must be a dict from ends of module paths to words, got {table!r}")
     paths: dict[nn.Module, str] = {m: path for path, m in module.named_modules()}
     words, numbers, parameters = _matched(module, entries, is_auto)
     words = _with_ties(module, words)
@@ -166,8 +166,8 @@ def planned(module: nn.Module, table: Table | str, axis: str) -> TensorPlan:
     if stray := next((m for m in parameters if words.get(m) != "moe_tp_experts"), None):
         name = f"{paths[stray]}.{next(iter(parameters[stray]))}"
         raise ValueError(
-            f"functional: tensor: {name} is a parameter that has a word, but {paths[stray] or 'the module'} has not: "
-            f'only experts are cut by parameters, in a module that is said to be "moe_tp_experts"'
+            f"functional: tensor: {name} is a parameter in the table, but {paths[stray] or 'the module'} is not: "
+            f'only experts are sharded by parameter, in a module whose word is "moe_tp_experts"'
         )
     return TensorPlan(axis, cuts, _holders(module, cuts, numbers, is_auto), _specs(module, cuts, axis))
 
@@ -291,8 +291,8 @@ def _cut(m: nn.Module, path: str, style: str, words: dict[str, str]) -> Cut:
         fits = is_replicated or runs_as(m, nn.Linear) or (is_conv1d(m) and runs_as(m, type(m)))
     if not fits or (style in (*_BY_COLUMNS, *_BY_ROWS) and m._parameters.get("weight") is None):
         raise ValueError(
-            f"functional: tensor: {kind} is said to be {style!r}, which is for "
-            f"{'nn.Embedding' if style == 'embedding_rowwise' else 'nn.Linear and Conv1D, with a weight of their own'}"
+            f"functional: tensor: {kind} must not be {style!r}, which is for "
+            f"{'nn.Embedding' if style == 'embedding_rowwise' else 'nn.Linear and Conv1D, with their own weight'}"
         )
     shapes = {name: tuple(p.shape) for name, p in m._parameters.items() if p is not None}
     if style in PARTS and shapes["weight"][dims(m)[0]] % PARTS[style]:
@@ -312,8 +312,8 @@ def _check_experts(m: Any, kind: str, words: Mapping[str, str]) -> None:
     for name, p in m._parameters.items():
         if p is not None and (p.ndim != 3 or words.get(name) not in ("colwise", "packed_colwise", "rowwise")):
             raise ValueError(
-                f"functional: tensor: {kind} holds experts, and its parameter {name} of shape {tuple(p.shape)} is said "
-                f"to be {words.get(name)!r}: each has three dimensions, and is colwise, packed_colwise or rowwise"
+                f"functional: tensor: {kind} holds experts, and its parameter {name} of shape {tuple(p.shape)} has the "
+                f"word {words.get(name)!r}: each must have 3 dimensions, and be colwise, packed_colwise or rowwise"
             )
 
 
@@ -338,7 +338,7 @@ def _holders(
 
 
 def _heads(m: nn.Module, layers: list[Cut]) -> dict[str, int]:
-    """The number of heads of each layer that is cut by columns, if the module has the width of a head."""
+    """The number of heads of each layer that is sharded by columns, if the module has the width of a head."""
     width = next((vars(m)[name] for name in _HEAD if isinstance(vars(m).get(name), int)), 0)
     heads = {}
     for cut in layers:
@@ -366,14 +366,14 @@ def _specs(module: nn.Module, cuts: Mapping[nn.Module, Cut], axis: str) -> dict[
             first_spec, first_name = by_name.setdefault(names[alias], (spec, alias))
             if not first_spec.same(spec):
                 raise ValueError(
-                    f"functional: tensor: {first_name} and {alias} are one parameter, but the table cuts the one as "
-                    f"{first_spec} and the other as {spec}: give both modules words that cut it alike, or none"
+                    f"functional: tensor: {first_name} and {alias} are one parameter, but the table shards them as "
+                    f"{first_spec} and {spec}. Give both modules words that shard it in the same way, or none"
                 )
     return {name: spec for name, (spec, _) in by_name.items()}
 
 
 def cut_dim(m: nn.Module, cut: Cut, name: str) -> int | None:
-    """The dimension along which a parameter is cut; None if it is whole."""
+    """The dimension along which a parameter is sharded; None if it is whole."""
     style = cut.words.get(name, cut.word)
     if cut.words:
         return len(cut.shapes[name]) - (1 if style == "rowwise" else 2)

@@ -397,8 +397,8 @@ def adapted(base: Any, adapters: Any, *, training: bool = True) -> Any:
 def _adapted(base: Any, adapters: Any, training: bool, path: str) -> Any:
     if is_stage(base) or is_stage(adapters):
         raise TypeError(
-            f"adapted: {path or 'the tree'} is flat shards: call it inside of the function that shardfn.stage wraps, "
-            f"with its parameters and their adapters, both of which it meets whole"
+            f"adapted: {path or 'the tree'} must be full parameters, got flat shards. Call it inside of the function "
+            f"that shardfn.stage wraps, with the function's parameters and adapters"
         )
     if is_adapter(adapters):
         is_weight = isinstance(base, (Tensor, Packed))

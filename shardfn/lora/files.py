@@ -149,7 +149,7 @@ def _copied(model: Functional, copies: set[str], adapted: set[str]) -> tuple[lis
         if lone == set(targets.biases(model, bias, adapted, saved)):
             return saved, bias
     raise ValueError(
-        f"lora.save_pretrained: there are copies of {listed(sorted(lone), 4)}: peft has none of the biases, those of "
+        f"lora.save_pretrained: there are copies of {listed(sorted(lone), 4)}: peft supports no biases, those of "
         f"adapted layers, or all"
     )
 
@@ -281,7 +281,7 @@ def load(
             values = values_of(model, params, base)
         except ValueError as error:
             raise CheckpointError(
-                f"{task}: it has {listed(base)} of the base, which have to be those of the model: {error}"
+                f"{task}: it has {listed(base)} of the base, which must be those of the model: {error}"
             ) from None
         group.each(task, lambda: _compare(base, values))
     return shard(adapters, mesh, strategy)

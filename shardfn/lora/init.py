@@ -114,7 +114,7 @@ def init(
     make = _Make(rank, alpha, dropout, rslora, dora, rank_pattern or {}, alpha_pattern or {}, int_seed(seed))
     if isinstance(base, Functional):
         if fan_in_fan_out is not False:
-            raise ValueError("lora.init: fan_in_fan_out= is for functions of your own: what modules are is known")
+            raise ValueError("lora.init: fan_in_fan_out= is for your own functions, not for modules")
         return _of_model(base, make, targets, exclude, modules_to_save, target_parameters, bias, params)
     if target_parameters or bias != "none":
         raise ValueError("lora.init: target_parameters= and bias= are for modules: targets= names any parameters here")
@@ -166,8 +166,8 @@ class _Make:
             raise ValueError(f"lora: targets: {path} has shape {list(shape)}; adapters are for matrices")
         if not dtype.is_floating_point:
             raise ValueError(
-                f"lora: targets: {path} is {dtype}: adapters are for floating-point numbers, which "
-                f"quant.quantize keeps in few bits"
+                f"lora: targets: {path} is {dtype}: adapters need floating-point parameters, which "
+                f"quant.quantize can quantize"
             )
         recipe = Recipe(
             kind,
@@ -252,7 +252,7 @@ def whole_values(params: Any, paths: Iterable[str]) -> dict[str, Tensor]:
 
 
 def is_stage_or_packed(x: Any) -> bool:
-    """Whether it is the flat shards of a stage, or a quantised parameter."""
+    """Whether it is the flat shards of a stage, or a quantized parameter."""
     return is_stage(x) or is_packed(x)
 
 

@@ -34,7 +34,7 @@ _log = logging.getLogger("shardfn")
 def merge(params: Any, adapters: Any, model: Functional | None = None) -> Any:
     """Merges adapters into parameters, which then give the same results without them, to rounding; all ranks call it.
 
-    No weight is gathered, except for DoRA, and quantised ones: all quantised parameters of the tree are decoded, one
+    No weight is gathered, except for DoRA, and quantized ones: all quantized parameters of the tree are decoded, one
     stage after another, since a sum would have to be rounded again. The log of `shardfn` says so.
 
     Args:
@@ -101,7 +101,7 @@ def unmerge(params: Any, adapters: Any, model: Functional | None = None) -> Any:
             )
     _check(params, by_path)
     if any(map(_in_few_bits, _stages(params))):
-        raise ValueError("lora.unmerge: there are parameters in few bits, into which nothing can have been merged")
+        raise ValueError("lora.unmerge: the tree has quantized parameters, into which nothing can be merged")
     return _changed(params, by_path, lambda path, span, values: values - _delta(by_path[path], span).to(values.device))
 
 
@@ -226,7 +226,7 @@ def _lost(paths: list[str]) -> str:
     )
 
 
-# --- few bits ---
+# --- quantized parameters ---
 
 
 def _stages(params: Any) -> list[Any]:

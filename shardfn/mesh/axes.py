@@ -69,7 +69,7 @@ def check_axes(names: tuple[str, ...], mesh: DeviceMesh, where: str) -> None:
             )
         if names.count(name) > 1:
             raise ValueError(
-                f"{where}: axis {short(repr(name))} is named twice in {short(names)}; each axis can cut a value once"
+                f"{where}: axis {short(repr(name))} is named twice in {short(names)}; each axis can shard a value once"
             )
 
 

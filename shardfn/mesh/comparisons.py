@@ -1,9 +1,9 @@
-"""Describes for other ranks where this rank stands: the user's line, its next collective, and the calls it has left.
+"""This rank's position for other ranks: the user's line, its next collective, and the calls that it has left.
 
-Kept while ranks compare what they are about to do, under `debug(collectives=True)`. Each comparison has two numbers:
+It is kept while ranks compare their collectives, under `debug(collectives=True)`. Each comparison has two numbers:
 one among all comparisons of its group, and one within the enclosing call, which is the outermost shard_map or
 evaluation of gradients. Ranks also compare whether a comparison is the first of its call. A rank that has left a call
-can therefore never reach a later comparison of that call: its next one is the first of another call, or outside of any.
+can therefore never reach a later comparison of that call: its next one is the first of a later call, or outside of any.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Body:
         where: the user's line that made the call.
         depth: how many such calls are open, one inside another.
         counts: number of comparisons so far, by group.
-        alike: whether the next error is raised by all ranks alike.
+        alike: whether all ranks raise the next error.
     """
 
     where: str

@@ -1,4 +1,4 @@
-"""Pure functions that tell, from the published state of ranks, which waits can never end, and describe them."""
+"""Deadlock detection: pure functions that compute from ranks' published states which waits can never end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from shardfn.quoting import findings
 
-_AND = (("where", " at {}"), ("note", " ({})"))  # what else is told of another rank's wait, and how
+_AND = (("where", " at {}"), ("note", " ({})"))  # further fields of a rank's wait in messages, with their formats
 SHOWN = 6  # most ranks that a message lists
 _ADVICE = "All ranks make the same calls in the same order: a branch around one goes the same way on every rank"
 _OUTSIDE = "take it out of a branch such as `if rank == 0`, and leave there only what uses its result"
@@ -74,9 +74,9 @@ def _decidable(thread: dict[str, Any], state: State, states: dict[int, State]) -
 
 
 def _lost_by(rank: int, wait: dict[str, Any], states: dict[int, State], suspects: dict[Thread, list[int]]) -> list[int]:
-    """Returns the ranks that a rank waits for in vain.
+    """Returns the ranks that can never come to a rank's wait.
 
-    A killed rank may have come, and done its part before it ended. This shows once all others have come or cannot.
+    A killed rank may have done its part before it ended. So it counts as lost only if no other rank is still to come.
     """
     awaited = [other for other in wait["ranks"] if other != rank]
     lost = [other for other in awaited if _lost(other, wait, states, suspects)]
@@ -87,7 +87,7 @@ def _lost_by(rank: int, wait: dict[str, Any], states: dict[int, State], suspects
 
 
 def _lost(rank: int, wait: dict[str, Any], states: dict[int, State], suspects: dict[Thread, list[int]]) -> bool:
-    """Whether a rank has not arrived at a wait and never can, provided that the suspects wait in vain."""
+    """Whether a rank has not arrived at a wait and never can, if the suspects' waits never end."""
     state = states.get(rank)
     if state is None or came(state, wait["group"], wait["key"], wait["count"]):
         return False
@@ -103,10 +103,10 @@ def _lost(rank: int, wait: dict[str, Any], states: dict[int, State], suspects: d
 
 
 def left(state: State, wait: dict[str, Any]) -> str:
-    """Returns how a rank left the call in which another one waits; empty if it has not left it.
+    """Returns how a rank left the call in which another rank waits; empty if it has not left it.
 
-    It counts only if the rank took part in all comparisons there but this one. Ranks compare whether a collective is
-    the first of its call, so whatever the rank does next is another collective.
+    It counts only if the rank took part in all comparisons of the call but this one. Ranks also compare whether a
+    collective is the first of its call; so the rank's next collective, in a later call, cannot match this one.
     """
     group, number, inside = wait.get("place") or ("", 0, 0)
     last, outcome = state.get("left", {}).get(group, (0, ""))
@@ -119,7 +119,7 @@ def came(state: State, group: str, key: str, count: int) -> bool:
 
 
 def given_up(hopeless: dict[Thread, list[int]], states: dict[int, State]) -> Vain:
-    """Returns, for each rank with a hopeless wait, its message and waits in the form that ranks publish."""
+    """Returns each rank's hopeless waits with a message, in the form that ranks publish."""
     vain: Vain = {}
     waits = waits_by_thread(states)
     for (rank, thread), lost in hopeless.items():
@@ -130,12 +130,12 @@ def given_up(hopeless: dict[Thread, list[int]], states: dict[int, State]) -> Vai
 
 
 def waits_by_thread(states: dict[int, State]) -> dict[Thread, dict[str, Any]]:
-    """Returns what each thread of these ranks waits for, None if it does not wait."""
+    """Returns the wait of each thread of these ranks; None if it does not wait."""
     return {(rank, t["thread"]): t["wait"] for rank, state in states.items() for t in state["threads"] or ()}
 
 
 def standing(ranks: Iterable[int], states: dict[int, State], wait: dict[str, Any] | None = None) -> str:
-    """Describes, grouped by activity, what these ranks do while another one waits for them."""
+    """Describes the activity of ranks for which another rank waits, grouped by activity."""
     ranks_by_activity: dict[str, list[int]] = {}
     for rank in ranks:
         state = states.get(rank)

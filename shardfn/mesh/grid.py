@@ -36,8 +36,8 @@ ALONE = Axis(1, 0, "")  # the product of no axes: this rank alone
 class Grid:
     """A mesh without its process groups: axis names and sizes, and the rank at each place, row-major.
 
-    Layouts hold a grid in place of the mesh: they are static, and functions, trees and caches hold them, which must not
-    keep process groups and buffers alive. A flat shard is what keeps a mesh alive.
+    Layouts hold a grid in place of the mesh: functions, trees and caches hold layouts, and must not keep process groups
+    and buffers alive. Flat shards keep the mesh alive.
     """
 
     sizes: tuple[tuple[str, int], ...]

@@ -22,14 +22,14 @@ from shardfn.mesh.lanes import lane
 
 @dataclass(frozen=True)
 class ProcessWorld:
-    """What this process has created in one world, shared by all its threads.
+    """The meshes, process groups and agreements of this process in one world, shared by all its threads.
 
     Attributes:
         group: the group of all its ranks.
         grids: the canonical object for each grid, and the device type of the newest mesh made of it.
         again: meshes that had been garbage-collected and were made again.
-        agreed: other things that its ranks have created or agreed on together, by key.
-        made: groups by use, lane and members; and those of others, once they are connected.
+        agreed: other objects that its ranks have created or agreed on together, by key.
+        made: groups by use, lane and members; also groups made elsewhere, once they are connected.
     """
 
     group: dist.ProcessGroup | None
@@ -39,14 +39,14 @@ class ProcessWorld:
     made: dict[tuple[str | int, ...], Future[dist.ProcessGroup]] = field(default_factory=dict)
 
 
-# A forked process, such as a loader's worker, has a group's objects but not its threads, and crashes if the garbage
-# collector frees one. So it leaves alone whatever it got from the process before.
+# A forked process, such as a data loader's worker, has a group's objects but not its threads, and crashes if the
+# garbage collector frees one. So objects from before the fork are never collected.
 os.register_at_fork(after_in_child=gc.freeze)
 
 # The uses of groups in steps; background saves use others.
 OF_STEPS = ("", "gather", "reduce", "compare", "notes", "finish")
 _worlds: dict[int, ProcessWorld] = {}  # more than one only in tests whose ranks are threads
-_lock = threading.Lock()
+_lock = threading.Lock()  # threads may ask for a new world at once, and only one may start its watchdog
 
 
 def world_of_thread() -> ProcessWorld:
@@ -95,8 +95,8 @@ def group_over(ranks: list[int], use: str = "", backend: str | None = None) -> d
 def connected(group: dist.ProcessGroup, device: torch.device, pairs: bool = False) -> dist.ProcessGroup:
     """Returns the group, once its ranks are connected for tensors on their devices; its members take part together.
 
-    NCCL connects ranks in their first collective, which cannot be interrupted meanwhile: if a rank ran out of memory
-    before it came there, the others would wait for it to the end. `pairs` connects neighbours, for messages.
+    NCCL connects ranks in their first collective, which cannot be interrupted while it connects: if a rank ran out of
+    memory before it got there, the other ranks would wait forever. `pairs` connects neighbors, for messages.
     """
     if process_groups.connected(group, device, pairs):
         return group
@@ -119,7 +119,7 @@ def _once(
             try:
                 if process_groups.between_processes():
                     waiting.meet(repr(key), ranks, "the making of a group", caller)
-                    # A rank that is killed now would be waited for inside the backend, for minutes.
+                    # Without the watchdog, the backend would wait for minutes for a rank that is killed now.
                     with waiting.on("the connecting of a group", f"meeting {key!r}", caller, ranks):
                         group = make()
                 else:
@@ -133,7 +133,7 @@ def _once(
 
 
 def cpu_group(ranks: list[int], use: str) -> dist.ProcessGroup:
-    """Like `group_over`, for CPU tensors: returns a gloo group of its own, so that no other use can interfere.
+    """Like `group_over`, for CPU tensors: returns a separate gloo group, so that no other use can interfere.
 
     Raises:
         RuntimeError: this build of torch has no gloo, which moves CPU tensors.
@@ -149,7 +149,7 @@ def cpu_group(ranks: list[int], use: str) -> dist.ProcessGroup:
 
 
 def groups_of_steps(ranks: list[int]) -> list[dist.ProcessGroup]:
-    """Returns the groups that this thread's steps communicate in: several ranks, all of them among these."""
+    """Returns the groups of several ranks, all among `ranks`, in which this thread's steps communicate."""
     world, lane_name = world_of_thread(), lane()
     groups = [
         promise.result()

@@ -1,4 +1,7 @@
-"""Lanes: threads that work at the same time, each with its own process groups."""
+"""Lanes: threads of one process that communicate at the same time, each with its own process groups.
+
+A thread and its counterparts on other ranks form a lane; they find each other by the thread's name.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def lane() -> str:
     if thread is threading.main_thread():
         return ""
     if autograd.autograd_thread():
-        # If several lanes are at work, nothing tells which of them this thread works for.
+        # An autograd thread works for the thread that called backward; with several active lanes it is unknown which.
         lanes = {name for _, name in list(entered)}
         return lanes.pop() if len(lanes) == 1 else ""
     name: str | None = thread.__dict__.get("_shardfn_lane")
@@ -55,19 +58,19 @@ def _refuse_twins(thread: threading.Thread, lane: str) -> None:
         return
     for other in threading.enumerate():
         if other is not thread and type(other) is type(thread) and _NUMBERS.sub("", other.name) == lane:
-            other.__dict__.pop("_shardfn_lane", None)  # on another rank the other one may be refused
+            other.__dict__.pop("_shardfn_lane", None)  # on other ranks it may be the later thread
             other.__dict__["_shardfn_twin"] = thread.name
             thread.__dict__["_shardfn_twin"] = other.name
     twin = thread.__dict__.get("_shardfn_twin")
     if twin is not None:
         raise RuntimeError(
             f"threads {twin!r} and {thread.name!r} live at the same time, and other ranks cannot tell them apart: give "
-            f"each thread a name of its own, the same on all ranks, in threading.Thread(name=...)"
+            f"each thread its own name, the same on all ranks, in threading.Thread(name=...)"
         )
 
 
 class in_lane:
-    """A context manager: code inside belongs to a lane, on whichever thread autograd runs it."""
+    """A context in which code belongs to a lane, on whichever thread autograd runs it."""
 
     __slots__ = ("before", "lane")
 

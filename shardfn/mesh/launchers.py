@@ -1,4 +1,4 @@
-"""Reads from the environment alone which launcher started this process, its rank, the world's size and the nodes."""
+"""Reads this process's launcher, rank, world size and rendezvous address from environment variables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FIRST_PORT, PORTS = 61440, 4096  # above the range from which Linux picks epheme
 
 @dataclass(frozen=True)
 class Start:
-    """How this process enters a world of several processes, according to one launcher.
+    """A launcher's description of this process's place in a world of several processes.
 
     Attributes:
         launcher: `"torchrun"`, which stands for every launcher that sets RANK and WORLD_SIZE, `"srun"` or `"mpirun"`.
@@ -46,7 +46,7 @@ class Start:
 
 
 def found(environ: Environ, pid: int) -> Start | None:
-    """Returns how to enter the world that the environment describes; None for a process alone.
+    """Returns this process's place in the world that the environment describes; None for a world of one.
 
     RANK and WORLD_SIZE take precedence, since torchrun may itself have been started by srun or mpirun; then the
     variables of mpirun, which starts its processes through srun; then those of srun. Empty variables count as unset.
@@ -84,7 +84,7 @@ def found(environ: Environ, pid: int) -> Start | None:
 
 
 def scheduled(environ: Environ, pid: int) -> Start | None:
-    """Returns what mpirun or srun says about this process, whatever was launched inside it since.
+    """Returns this process's place according to mpirun or srun, even if torchrun was started inside it.
 
     Raises:
         ValueError: their variables contradict each other.
@@ -97,7 +97,7 @@ def scheduled(environ: Environ, pid: int) -> Start | None:
             f"make_mesh: srun has started {step.size} tasks (SLURM_NTASKS), and mpirun in this one a world of "
             f"{mpi.size} (OMPI_COMM_WORLD_SIZE): call mpirun once, without srun, or srun without mpirun"
         )
-    return mpi  # mpirun starts its processes through srun, which sets variables of its own
+    return mpi  # mpirun starts its processes through srun, which sets its own variables, too
 
 
 def said_by_job(environ: Environ) -> int:
@@ -123,8 +123,8 @@ def _of_srun(environ: Environ, pid: int) -> Start | None:
     alone_in_shell = size > 1 and environ.get("SLURM_PTY_PORT") and environ.get("SLURM_TASK_PID") not in ("", str(pid))
     if alone_in_shell and "SLURM_TASK_PID" in environ:
         raise ValueError(
-            f"make_mesh: this shell is one of the {size} tasks of an srun --pty, and the others have no terminal: ask "
-            f"for the shell by srun --ntasks=1 --pty, or salloc, and start the program from it by srun or torchrun"
+            f"make_mesh: this shell is one of the {size} tasks of an srun --pty, the only one with a terminal. "
+            f"Start a shell with srun --ntasks=1 --pty or salloc, and the program with srun or torchrun"
         )
     job = _needed(environ, "SLURM_JOB_ID", "srun")
     nodelist = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
@@ -219,7 +219,7 @@ def address(environ: Environ, task: Start | None, launcher: str) -> tuple[str, i
             "it, or export the same free port, 29500 say, for all ranks"
         )
     if not 0 < port < 65536:
-        raise ValueError(f"make_mesh: MASTER_PORT={port} is no port: export one from 1024 to 65535")
+        raise ValueError(f"make_mesh: MASTER_PORT={port} must be from 1024 to 65535")
     return host, port
 
 
@@ -280,7 +280,7 @@ def hosts(nodelist: str) -> Iterator[str]:
     for name in re.split(r",(?![^\[\]]*\])", nodelist):
         *pieces, end = _BRACKET.split(name)
         if not name or re.search(r"[\[\]\s,]", "".join([*pieces[::2], end])):
-            raise ValueError(f"{nodelist!r} is no list of hosts as SLURM writes them, such as node[001-003,7],gpu1")
+            raise ValueError(f"{nodelist!r} is not a host list of SLURM, such as node[001-003,7],gpu1")
         texts, ranges = pieces[::2], pieces[1::2]
         for numbers in itertools.product(*(list(_in_bracket(bracket, nodelist)) for bracket in ranges)):
             yield "".join(itertools.chain.from_iterable(zip(texts, numbers, strict=True))) + end

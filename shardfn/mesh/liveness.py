@@ -1,10 +1,8 @@
-"""Detects hosts that have vanished, from what the kernel knows about this process's TCP connections to them.
-
-Detects processes of this host that have ended, too: a connection to one that was killed should break, but a transport
-may miss it.
+"""Detects vanished hosts, by the kernel's state of TCP connections, and processes of this host that have ended.
 
 While a process computes or is stopped, its kernel still acknowledges each packet. A host that lost power or network
-does not, and TCP on its own would go on retrying for a quarter of an hour.
+does not, and TCP alone would retry for a quarter of an hour. A connection to a killed process should break, but a
+transport may miss it; so the process table is read, too.
 """
 
 from __future__ import annotations
@@ -78,7 +76,7 @@ def addresses_of(host: str) -> frozenset[str]:
 
 
 def own_process() -> str:
-    """Returns what names this process on every host and for all time; empty where the system does not tell it."""
+    """Returns a name of this process that is unique across hosts and time; empty if the system does not show it."""
     with contextlib.suppress(OSError):
         pid = os.getpid()
         return f"{_place(pid)} {pid} {_status(pid)[1]}" if _place(pid) else ""
@@ -86,7 +84,7 @@ def own_process() -> str:
 
 
 def has_ended(process: str) -> bool:
-    """Whether a process, as `own_process` named it, has ended; False for one of another host or pid namespace."""
+    """Whether a process, named by `own_process`, has ended; False on a different host or in a pid namespace."""
     place, pid, began = process.split() if process else ("", "0", "")
     if not place or place != _place(os.getpid()):
         return False
@@ -102,7 +100,7 @@ def has_ended(process: str) -> bool:
 
 @functools.cache
 def _place(pid: int) -> str:
-    """Returns what names the host and the pid namespace of this process; empty if /proc does not show its processes."""
+    """Returns an id of this process's host and pid namespace; empty if /proc does not show its processes."""
     with contextlib.suppress(OSError):
         if os.readlink("/proc/self") == str(pid):
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

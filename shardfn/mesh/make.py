@@ -77,12 +77,12 @@ def make_mesh(
         )
     if scratch is not None and not isinstance(scratch, (str, os.PathLike)):
         raise TypeError(
-            f"make_mesh: scratch={short(repr(scratch))}; it is the path of a folder, not the size of an axis"
+            f"make_mesh: scratch must be the path of a folder, got {short(repr(scratch))}. No axis can have this name"
         )
     if scratch is not None:
         local_path(scratch, "make_mesh: scratch")
     if scratch is not None and not os.fspath(scratch):
-        raise ValueError("make_mesh: scratch=''; it is the path of a folder, or None")
+        raise ValueError("make_mesh: scratch must be the path of a folder or None, got ''")
     device = device or planned() or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
     if planned() and device != planned():
@@ -125,7 +125,7 @@ def make_mesh(
 
     whole = init_device_mesh(device, (world,), mesh_dim_names=("world",)).mesh
     mesh = _mesh(whole.view(tuple(filled.values())), tuple(filled), device)
-    device_of(mesh)  # noted now: threads that use the mesh may have another current device
+    device_of(mesh)  # cached now: threads that use the mesh may have a different current device
     if scratch is not None:
         folder = os.path.abspath(os.path.expanduser(os.fspath(scratch)))
         per_mesh(mesh, "scratch", lambda: folder)

@@ -1,4 +1,4 @@
-"""Whether this process only plans a program: on a device without numbers, as one of many ranks that do not run."""
+"""Whether this process only plans a program: it runs alone, on shapes, as one rank of a simulated world."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch import Tensor
 
 
 class Notes(Protocol):
-    """What takes note of a program that is planned."""
+    """The observer of a program that is planned."""
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which no note is taken."""
+        """A context in which nothing is recorded."""
 
     def on_host(self, tensors: Iterable[Tensor]) -> None:
-        """Notes that a run has the memory of these tensors on the host."""
+        """Records that in a run the memory of these tensors is on the host."""
 
     def assume(self, what: str) -> None:
-        """Notes something that depends on numbers, and that the plan takes for granted."""
+        """Records an assumption of the plan that depends on values."""
 
 
 blocks: list[tuple[str, Notes]] = []
-"""The open blocks in which programs are planned: the device, and what takes note of the program."""
+"""The open planning blocks: the simulated device's name, and the observer of the program."""
 
 
 def planned() -> str:
@@ -32,13 +32,13 @@ def planned() -> str:
 
 
 def notes() -> Notes:
-    """Returns what takes note of the program that is planned."""
+    """Returns the observer of the program that is planned."""
     return blocks[-1][1]
 
 
 @contextlib.contextmanager
 def planning_on(device: str, notes: Notes) -> Iterator[None]:
-    """A context in which programs are planned on this device: ranks that are not there are not compared with."""
+    """A context in which programs are planned on this device: there are no other ranks to compare with."""
     blocks.append((device, notes))
     try:
         yield

@@ -1,4 +1,4 @@
-"""Connects this process to the store through which the ranks of its world meet, served by rank 0 or by torchrun.
+"""Connects this process to the rendezvous store of its world, which rank 0 or torchrun serves.
 
 torchrun restarts processes, and its store may outlive them: entries of processes that died must not be read again.
 """
@@ -53,8 +53,8 @@ def store_of(start: Start, limit: float) -> Any:
     if "EADDRINUSE" in error:
         raise PortInUse(
             f"make_mesh: rank 0 cannot listen on port {start.port} of {socket.gethostname()}, which another program "
-            f"uses, or another process that is rank 0, too: RANK must differ between processes; or export "
-            f"MASTER_PORT=PORT, a free one, for all ranks, or end what is left of an earlier run"
+            f"or rank 0 uses. Give each process a different RANK, export MASTER_PORT=PORT, a free one, for all ranks, "
+            f"or end earlier runs"
         ) from None
     where = f"MASTER_ADDR:MASTER_PORT = {start.host}:{start.port}"
     brief = error.split("\n")[0].split("Exception raised from")[0][:200].rstrip(" .")
@@ -83,7 +83,7 @@ def _connected(host: str, port: int, size: int | None, serves: bool, seconds: fl
         except RuntimeError as error:
             result.append(error)
 
-    # On a thread of its own, since torch waits without limit for a listener that is no store to answer.
+    # On a separate thread, as torch waits without limit for the answer of a listener that is no store.
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(seconds + 1)
@@ -160,7 +160,7 @@ def store_of_this_life(store: Any, rank: int, size: int) -> Any:
     if rank > 0:
         store.set(_HERE.format(rank), own_name)
         life = store.get(_LIFE.format(own_name)).decode()
-        store.add(_LIFE.format(life), 1)  # rank 0 counts the ranks that have heard its name
+        store.add(_LIFE.format(life), 1)  # rank 0 counts the ranks that have read its answer
         return dist.PrefixStore(f"life {life}", store)  # type: ignore[attr-defined]
     end, pause, answered = time.monotonic() + store.timeout.total_seconds(), PAUSE, set()
     while store.add(_LIFE.format(own_name), 0) < size - 1:

@@ -1,4 +1,7 @@
-"""At the start of a world its ranks exchange cards, and hear who is where, who is missing and what is wrong."""
+"""The roll call at the start of a world, which finds missing ranks and contradictory settings.
+
+Each rank publishes a card in the store; rank 0 collects and compares them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from typing import Any
 from shardfn.mesh import watchdog
 from shardfn.mesh.deadlock import ranks_named
 
-GRACE = 10.0  # seconds that the others wait longer than rank 0, so that they hear from it what is wrong
+GRACE = 10.0  # seconds that other ranks wait longer than rank 0, so that they read its error
 
 _log = logging.getLogger("shardfn")
 _CARD, _CARDS, _MISSING, _WRONG, _HEARD = "card/{}", "cards", "missing", "wrong", "heard"
@@ -20,16 +23,16 @@ _CARD, _CARDS, _MISSING, _WRONG, _HEARD = "card/{}", "cards", "missing", "wrong"
 
 @dataclass(frozen=True)
 class Card:
-    """What a rank tells about itself.
+    """The record that each rank publishes at the start of a world.
 
     Attributes:
         host: the name of its node.
-        size: of the world, as it was told.
+        size: of the world, according to this rank.
         local_rank: its rank on the node, if a launcher gave it.
         devices: number of devices that it sees and may choose from; 0 if it has chosen already or needs none.
         timeout: in seconds, as the user passed it; None for the default.
         process: its process id.
-        alive: what names its process for all time, see `liveness.own_process`.
+        alive: a unique name of its process, see `liveness.own_process`.
     """
 
     host: str
@@ -44,7 +47,7 @@ class Card:
 def roll_call(
     store: Any, rank: int, mine: Card, limit: float, verdict: Callable[[], str] = lambda: ""
 ) -> tuple[Card, ...]:
-    """Returns the cards of all ranks. Rank 0 collects them as they arrive; the others hear from it.
+    """Returns the cards of all ranks. Rank 0 collects them as they arrive, and publishes them for the others.
 
     Args:
         store: used by this roll call alone.
@@ -60,7 +63,7 @@ def roll_call(
     if mine.size == 1:
         return (mine,)
     started = time.monotonic()
-    # Only the first process of a rank leaves its card; the second one tells all of both.
+    # Only the first process of a rank leaves its card; a second one with the same rank reports both to all ranks.
     if store.add(f"{_CARD.format(rank)} times", 1) > 1:
         first = Card(**json.loads(store.get(_CARD.format(rank))))
         say_wrong(store, twice(rank, first, mine))
@@ -147,7 +150,7 @@ def twice(rank: int, first: Card, second: Card) -> str:
 
 
 def contradiction(cards: Mapping[int, Card]) -> str:
-    """Returns what is wrong with the cards so far; empty if nothing is."""
+    """Returns a message for cards that contradict each other; empty if none do."""
     (low, first), *others = sorted(cards.items())
     for rank, card in others:
         if card.size != first.size:

@@ -1,4 +1,4 @@
-"""The mesh in scope, which gives axis names their meaning: that of the surrounding `shard_map`."""
+"""The mesh in scope: the mesh of the surrounding `shard_map`, by which axis names are resolved."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shardfn.mesh.make import made_again
 class _Scope(threading.local):
     """The mesh in scope on this thread."""
 
-    def __init__(self) -> None:  # each thread's own from the start: a graph is for what it found there
+    def __init__(self) -> None:  # set in every thread, as torch.compile guards on these attributes
         self.mesh: DeviceMesh | None = None
         self.axes: Axes | None = None
         self.independent: tuple[str, ...] = ()
@@ -64,7 +64,7 @@ def _scoped(mesh: DeviceMesh, axes: Axes | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_if_at(axis: AxisName, index: int) -> Iterator[None]:
-    """A context in which the program finds shapes as another rank along an axis of the mesh in scope."""
+    """A context in which the program computes shapes as a different rank along an axis of the mesh in scope."""
     mesh, axes = _scope.mesh, _scope.axes
     assert mesh is not None, "an axis belongs to a mesh"
     assert axes is not None, "a mesh has axes"
@@ -77,7 +77,7 @@ def as_if_at(axis: AxisName, index: int) -> Iterator[None]:
 
 
 def elsewhere() -> bool:
-    """Whether the program finds shapes as another rank, which may hold what this one lacks."""
+    """Whether the program computes shapes as a different rank, which may hold parameters that this rank lacks."""
     return _scope.elsewhere
 
 
@@ -105,7 +105,7 @@ def bound_axis(axis: AxisName, where: str) -> Axis:
     """
     if not isinstance(axis, str) and not (isinstance(axis, tuple) and all(isinstance(name, str) for name in axis)):
         got = type(axis).__name__ if isinstance(axis, torch.Tensor) or "tensor(" in repr(axis) else repr(axis)
-        raise TypeError(f"{callers.asked(where)}: an axis is a name or a tuple of names, not {got}")
+        raise TypeError(f"{callers.asked(where)}: axis must be a name or a tuple of names, got {got}")
     if not axis:
         return ALONE
     axes = axes_here()
@@ -121,7 +121,7 @@ def bound_axis(axis: AxisName, where: str) -> Axis:
 
 
 def axes_here() -> Axes | None:
-    """Returns the axes in scope, or on an autograd thread of an accelerator those of the only mesh in use, or None."""
+    """Returns the axes in scope; on an accelerator's autograd thread, those of the only mesh in use; or None."""
     if _scope.axes is not None or not autograd.autograd_thread():
         return _scope.axes
     meshes = [mesh_numbered(number) for number, _ in set(lanes.entered)]
@@ -152,7 +152,7 @@ def mesh_of(grid: Grid, where: str) -> DeviceMesh:
     """Returns the mesh in scope, checked against `grid`; without one, the newest mesh made with that grid.
 
     Raises:
-        ValueError: the mesh in scope has another grid; or none is in scope and this process made none with that grid.
+        ValueError: the mesh in scope has a different grid; or none is in scope, and this process made none like it.
     """
     mesh = _scope.mesh
     if mesh is None:
@@ -176,18 +176,18 @@ def mesh_of(grid: Grid, where: str) -> DeviceMesh:
         )
         raise ValueError(
             f"{where} is placed on a mesh ({grid}), but the mesh in scope has ({got}): run it on its own mesh, or "
-            f"place it anew with shardfn.shard(shardfn.unshard(...), mesh, ...)"
+            f"place it again with shardfn.shard(shardfn.unshard(...), mesh, ...)"
         )
     return mesh
 
 
 def independent_along(names: tuple[str, ...]) -> Any:
-    """A context in which ranks along these axes run their own part of a program, as pipeline stages do."""
+    """A context in which ranks along these axes run different programs, as pipeline stages do."""
     return replaced(_scope, independent=(*_scope.independent, *names))
 
 
 def independent_axes() -> tuple[str, ...]:
-    """Returns the axes along which each rank runs its own part of a program, so no collective may use them."""
+    """Returns the axes along which ranks run different programs, so that no collective may use them."""
     return _scope.independent
 
 

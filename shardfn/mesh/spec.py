@@ -1,4 +1,4 @@
-"""Partition specs: which mesh axes cut which dimension of which tensor of a tree.
+"""Partition specs: the mesh axes over which each dimension of a tensor is sharded.
 
 A spec is `P(...)`, or `...` for "as the value says". The specs of a tree form a tree prefix of it, or are path rules
 (`by_path`). Errors quote the tree path, the shape, the mesh sizes and the fix.
@@ -26,10 +26,10 @@ Entry = str | tuple[str, ...] | None
 
 @dataclass(frozen=True, init=False, repr=False)
 class P:
-    """Partition spec: for each dimension of a tensor the mesh axis that cuts it, axes (major to minor), or None.
+    """Partition spec: for each dimension the mesh axis, or axes (major to minor), over which it is sharded, or None.
 
-    Dimensions beyond the last entry are not cut; `P()` is a value that every rank holds whole. A spec is a leaf in
-    every pytree registry.
+    Dimensions beyond the last entry are not sharded; `P()` is a replicated value. A spec is a leaf in every pytree
+    registry.
 
     Raises:
         TypeError: an entry is not an axis name, a tuple of names, or None.
@@ -46,19 +46,19 @@ class P:
         object.__setattr__(self, "entries", tuple(_entry(entry) for entry in entries))
         for name in self.axes:
             if self.axes.count(name) > 1:
-                raise ValueError(f"{short(self)}: axis {short(repr(name))} is named twice; an axis cuts a value once")
+                raise ValueError(f"{short(self)}: axis {short(repr(name))} is named twice; an axis shards a value once")
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """All axes that cut the value, in the order of its dimensions."""
+        """All axes over which the value is sharded, in the order of its dimensions."""
         return tuple(name for names in self.by_dim() for name in names)
 
     def by_dim(self) -> Iterator[tuple[str, ...]]:
-        """Yields the axes that cut each dimension, as tuples."""
+        """Yields the axes over which each dimension is sharded, as tuples."""
         return (() if entry is None else as_names(entry) for entry in self.entries)
 
     def same(self, other: P) -> bool:
-        """Whether both cut a tensor alike, as `P("a")` and `P("a", None)` do."""
+        """Whether both shard a tensor in the same way, as `P("a")` and `P("a", None)` do."""
         return _trimmed(self) == _trimmed(other)
 
     def __len__(self) -> int:
@@ -149,7 +149,7 @@ def check(leaf: Leaf, mesh: DeviceMesh, where: str) -> None:
 
     Raises:
         ValueError: an unknown axis, more entries than dimensions, or a spec that differs from the value's own.
-        TypeError: a value without dimensions under a spec that cuts.
+        TypeError: a value that is no tensor under a spec that names axes.
     """
     if isinstance(leaf.spec, EllipsisType):
         return
@@ -179,16 +179,16 @@ def check_own(leaf: Leaf, carried: P, where: str) -> None:
 
 
 def local_shape(shape: Sequence[int], spec: P, mesh: DeviceMesh, name: str = "value") -> tuple[int, ...]:
-    """The shape of one rank's piece of a value of global `shape`.
+    """The shape of one rank's shard of a value of global `shape`.
 
     Args:
-        shape: of the whole value, in elements.
-        spec: which axes cut which dimension.
+        shape: of the full value, in elements.
+        spec: the axes over which each dimension is sharded.
         mesh: the mesh that has these axes.
         name: the value's name in messages.
 
     Returns:
-        Each dimension of `shape`, divided by the sizes of the axes that cut it.
+        Each dimension of `shape`, divided by the sizes of the axes that shard it.
 
     Raises:
         ValueError: an unknown axis, more entries than dimensions, or a dimension that does not divide.
@@ -211,7 +211,7 @@ def local_shape(shape: Sequence[int], spec: P, mesh: DeviceMesh, name: str = "va
 
 
 def sliced(value: Tensor, spec: P, mesh: DeviceMesh) -> Tensor:
-    """Returns this rank's piece, a view, of a whole value whose shape divides (`local_shape` checks that)."""
+    """Returns this rank's shard of a full value, as a view; the shape must divide (`local_shape` checks that)."""
     for dim, names in enumerate(spec.by_dim()):
         if names:
             axis = axis_of(mesh, names)
@@ -226,16 +226,16 @@ def is_dtensor(value: Any) -> bool:
 
 
 def global_shape(shape: Sequence[int], spec: P, mesh: DeviceMesh, name: str = "value") -> tuple[int, ...]:
-    """The shape of the whole value of which each rank holds a piece of `shape`: the inverse of `local_shape`.
+    """The global shape of a value whose local shards have `shape`: the inverse of `local_shape`.
 
     Args:
-        shape: of one rank's piece, in elements; all pieces have the same.
-        spec: which axes cut which dimension.
+        shape: of one rank's shard, in elements; the same on all ranks.
+        spec: the axes over which each dimension is sharded.
         mesh: the mesh that has these axes.
         name: the value's name in messages.
 
     Returns:
-        Each dimension of `shape`, times the sizes of the axes that cut it.
+        Each dimension of `shape`, times the sizes of the axes that shard it.
 
     Raises:
         ValueError: an unknown axis, or more entries than dimensions.

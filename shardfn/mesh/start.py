@@ -1,4 +1,4 @@
-"""How this process joins and leaves its world, and which device it uses there."""
+"""Starts and ends torch.distributed in this process, and chooses its device."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def patience(timeout: object) -> timedelta | None:
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float, timedelta)):
-        raise TypeError(f"make_mesh: timeout={timeout!r}; it is a number of seconds, or a datetime.timedelta")
+        raise TypeError(f"make_mesh: timeout must be a number of seconds or a datetime.timedelta, got {timeout!r}")
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     if not 0.001 <= seconds <= 1e9:
-        raise ValueError(f"make_mesh: timeout={timeout!r}; it must be above 0 and finite, as 600 or timedelta(hours=1)")
+        raise ValueError(f"make_mesh: timeout must be above 0 and finite, such as 600, got {timeout!r}")
     return timedelta(seconds=seconds)
 
 
@@ -115,7 +115,7 @@ def _life(store: Any) -> Any:
 
 
 def _complain(error: Exception) -> None:
-    """Tells the processes that wait for this one that it does not join, if their store can be reached."""
+    """Publishes to the waiting processes that this one does not join, if their store can be reached."""
     with contextlib.suppress(ValueError, RuntimeError):
         try:
             task = launchers.scheduled(os.environ, os.getpid())
@@ -156,14 +156,14 @@ def _cards(device: str) -> tuple[Card, ...]:
 
 
 def _met(cards: tuple[Card, ...]) -> None:
-    """Watches the process of rank 0 if it serves the store: nobody could ask for it after it has ended."""
+    """Notes rank 0's process for the watchdog if it serves the store: after its end no rank could look that up."""
     if watchdog.watcher and watchdog.watcher.rank and process_groups.host_of(process_groups.default_store()):
         watchdog.watcher.server = "" if agents_store() else cards[0].alive
 
 
 def _end_distributed() -> None:
-    # A rank that leaves while others still communicate makes them abort, so all leave together. One that failed must
-    # not wait; one that exits on its own may be waited for by others.
+    # A rank that exits while others still communicate would make these abort, so all ranks leave together. A rank that
+    # failed must not wait for the others.
     if dist.is_initialized() and getattr(sys, "last_value", None) is None:
         store, ranks = process_groups.default_store(), range(dist.get_world_size())
         with contextlib.suppress(RuntimeError):  # the wait has a timeout; a barrier's could not be left

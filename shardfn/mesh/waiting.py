@@ -1,9 +1,9 @@
-"""Marks waits for other ranks, so that ranks which wait in vain find out and raise.
+"""Announces waits for other ranks to the watchdog, which ends those that can never complete.
 
 Code that is about to block until other ranks come announces it: `with on("all_gather", group, stage): work.wait()`. The
-`watchdog` watches these waits, and wakes a thread that waits in vain with an error.
+`watchdog` wakes the thread with an error if the wait can never end.
 
-A rank that computes is waited for without limit, and so is one that waits for something that was not announced here.
+There is no time limit: a rank is waited for as long as it computes, or blocks in a call that was not announced here.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from shardfn.mesh.deadlock import CALL, SHOWN, State, advised, ranks_named, stan
 from shardfn.mesh.watchdog import arrivals, broken_groups, waits
 
 MOST_KINDS = 4096  # most kinds of waits counted for one group
-ended: list[Callable[[on], None]] = []  # what is told of the end of each wait
+ended: list[Callable[[on], None]] = []  # callbacks for the end of each wait
 _axes_of: dict[str, str] = {}  # group -> the axes that it runs along
 
 
 class on:
-    """A context: this thread waits for other ranks inside; a RuntimeError from inside is raised again with what for.
+    """A context in which this thread waits for other ranks; a RuntimeError is raised again with the wait's description.
 
     Args:
         what: the operation: `"all_gather"`.
         group: name of the process group whose ranks are needed.
-        of: what the operation is done to, such as a stage. Ranks meet in waits with equal `what` and `of`.
+        of: the subject of the operation, such as a stage. Waits with equal `what` and `of` match between ranks.
         ranks: the ranks that are needed, if not the group's. Such a wait ends in an error only if they have ended, or
-            wait in vain themselves, before they come to it.
+            are in a hopeless wait themselves, before they come to it.
         note: more about the wait, for this rank's log, and for what other ranks say of it.
-        sided: whether only some ranks wait for this, as for a message: the wait is given up only if `ranks` have ended.
+        sided: whether the wait is one-sided, as for a message: it is given up only if `ranks` have ended.
 
     Attributes:
         nested: whether it is part of an outer wait on the same group, which says more.
@@ -111,7 +111,7 @@ watchdog.wait_of = on
 
 @contextlib.contextmanager
 def during(call: str) -> Iterator[None]:
-    """A context: messages say that waits inside belong to this call by the user, such as `"sf.unshard"`."""
+    """A context in which messages attribute waits to a call by the user, such as `"sf.unshard"`."""
     thread = get_ident()
     outermost = thread not in watchdog.calls
     if outermost:
@@ -134,7 +134,7 @@ def named(group: str) -> str:
 
 
 def release(groups: Iterable[str], reason: str) -> None:
-    """Declares waits in these groups, which will be renewed, and waits for new groups void: they raise `reason`."""
+    """Cancels waits in groups that will be renewed, and waits for new groups: they raise `reason`."""
     names, own_thread = set(groups), get_ident()
     for thread, wait in list(waits.items()):
         if thread != own_thread and not wait.verdict and (wait.group in names or wait.group.startswith("meeting ")):
@@ -142,7 +142,7 @@ def release(groups: Iterable[str], reason: str) -> None:
 
 
 def forget(groups: Iterable[str]) -> None:
-    """Clears all state of waits in these groups, however often each rank has arrived at them."""
+    """Clears all state of waits in these groups, such as the counts of arrivals."""
     names = set(groups)
     for key in [key for key in list(arrivals) if key[1] in names or key[1].startswith("meeting ")]:
         arrivals.pop(key, None)
@@ -152,7 +152,7 @@ def forget(groups: Iterable[str]) -> None:
 
 
 def meet(name: str, ranks: Sequence[int], operation: str, caller: str) -> None:
-    """Waits through the store until all of these ranks have come to the same place.
+    """Waits, by the store, until all of these ranks have made the same call.
 
     Raises:
         RuntimeError: a rank can no longer come, or did not within the world's timeout.
@@ -166,7 +166,7 @@ def meet(name: str, ranks: Sequence[int], operation: str, caller: str) -> None:
     with on(operation, f"meeting {name}", caller, ranks, note=watchdog.STARTS) as wait:
         while not _came(store, keys):
             if wait.verdict or time.monotonic() > limit:
-                store.delete_key(own_key)  # whoever comes later must not find it
+                store.delete_key(own_key)  # a rank that comes later must not count this one
                 raise RuntimeError("timed out")
             # Only a few ranks at a time, to spare the store of a large world.
             sample = [next(turns) for _ in range(min(SHOWN, len(ranks)))]
@@ -199,7 +199,7 @@ def cause(error: BaseException) -> BaseException | None:
 
 
 def elsewhere(error: BaseException) -> bool:
-    """Whether the ranks that did not come are in no collective on tensors: they have ended, are saving, ..."""
+    """Whether the error says that missing ranks are in no tensor collective: they have ended, are saving, ..."""
     message = str(error)
     return " waits for " not in message or CALL.search(message) is not None or "the making of a group" in message
 
@@ -208,7 +208,7 @@ _BROKEN = re.compile("connection|closed|closure|timed out|timeout|reset by peer|
 
 
 def _failed(wait: on, error: RuntimeError) -> RuntimeError:
-    """Returns the error to raise for a failed wait: why it was given up, or which rank has ended or broke the group."""
+    """Returns the error for a failed wait: the watchdog's verdict, or the rank that ended or broke the group."""
     if wait.verdict:
         return RuntimeError(wait.verdict)
     if watchdog.watcher is None or " in vain for " in str(error) or not _BROKEN.search(str(error)):

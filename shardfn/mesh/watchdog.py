@@ -1,17 +1,18 @@
-"""The thread that watches this process's waits for other ranks, and other ranks' waits for this process.
+"""The watchdog thread: finds waits for other ranks that can never end, and wakes their threads with an error.
 
-Every tick it checks what the threads of this process wait for, see `waiting`. A wait longer than `PATIENCE` goes to the
-log, and to the store through which the processes met, where other ranks read it. From all these waits follows who can
-still come, see `deadlock`. A rank is given up only if that is final: it has ended, or each of its threads that use the
-group waits for a rank that is given up. The group is then broken, so that the blocked thread wakes with an error. If a
-host has vanished, see `liveness`, each rank that waits for its ranks gives them up on its own. A killed process
-publishes nothing: a rank of its host that waits for it does so in its place. It may have done its part before, so it
-counts as lost only once all others have come. If a thread that waits for such a rank does not wake, the process ends,
-since nothing else would end the wait.
+Every tick it checks the waits of this process's threads (`waiting`). It logs a wait longer than `PATIENCE`, and
+publishes it in the rendezvous store, where other ranks read it. From all published waits each rank computes which waits
+can never end (`deadlock`):
 
-With `debug(collectives=True)` ranks also publish where they stand, see `comparisons`: their next operation, the last
-one that all reached, and the calls that they have left. A rank that has left a call can no longer come to what others
-wait for in that call.
+- A rank is lost if it has ended, or if each of its threads that use the group waits for a lost rank. Then the watchdog
+  breaks the group, so that the blocked thread wakes with an error.
+- If a host has vanished (`liveness`), each rank that waits for ranks on it gives these up without asking others.
+- A killed process publishes nothing, so a rank on its host that waits for it publishes its end. It may have done its
+  part before it was killed; so it counts as lost only once all other ranks have come.
+- If a thread that waits for a killed rank does not wake, the process exits, since nothing else would end the wait.
+
+With `debug(collectives=True)` ranks also publish their position (`comparisons`): their next operation, the last one
+that all reached, and the calls that they have left. A rank that has left a call cannot come to a wait inside that call.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ _ADDRESSES = "shardfn/addresses/{}"
 _PROCESS = "shardfn/process/{}"
 
 waits: dict[int, on] = {}
-"""What each thread waits for."""
+"""The current wait of each thread."""
 calls: dict[int, str] = {}
 """The user's call that each thread is in."""
 arrivals: dict[tuple[int, str], dict[tuple[str, Any], int]] = {}
@@ -80,9 +81,9 @@ broken_groups: dict[str, str] = {}
 watcher: Watcher | None = None
 """The watcher of this process's world; None in a world of one process."""
 wait_of: type[on] | None = None
-"""`waiting.on`, which that module puts here, as it imports this one."""
+"""The class `waiting.on`. `waiting` sets it, since an import here would be circular."""
 looking: dict[int, Callable[[Any], None]] = {}
-"""Callbacks that the watching thread runs every tick with its own store client, by the id of who registered them."""
+"""Callbacks that the watchdog thread runs at every tick with its store client, by the id of their owner."""
 
 
 def joined() -> None:
@@ -121,21 +122,21 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def _leave() -> None:
-    """Publishes that this process ends, so that nobody goes on waiting for it."""
+    """Publishes that this process ends, so that other ranks stop waiting for it."""
     if watcher is not None and dist.is_initialized():
         watcher.over = True
         watcher.looks.acquire(timeout=TICK)  # a thread inside torch when the interpreter ends aborts the process
         error = getattr(sys, "last_value", None)
-        # An error that the program caught before it left is still why this rank comes to nothing more.
+        # The last error is the reason why this rank comes to no more waits, even if the program caught it.
         outcome = watcher.ended or "has ended" if error is None else f"has failed: {type(error).__name__}: {error}"
         with contextlib.suppress(RuntimeError, UnicodeError):
             watcher.publish(process_groups.default_store(), 0, {}, outcome[:500])
 
 
 def failed(error: BaseException) -> None:
-    """Publishes that this rank comes to no further waits, although its process lives.
+    """Publishes that this rank comes to no further waits, although its process is alive.
 
-    Others then stop waiting for it, until `goes_on`.
+    Other ranks stop waiting for it, until it calls `goes_on`.
     """
     if watcher is not None and dist.is_initialized():
         watcher.ended = f"has failed: {type(error).__name__}: {error}"[:500]
@@ -149,7 +150,7 @@ def _say_now(watcher: Watcher) -> None:
 
 
 def goes_on() -> None:
-    """Takes back `failed`: this rank comes to waits again."""
+    """Revokes `failed`: this rank comes to waits again."""
     if watcher is not None and watcher.ended:
         watcher.ended, watcher.told = "", True  # makes the next check publish it
 
@@ -158,7 +159,7 @@ def goes_on() -> None:
 
 
 def state_of(beat: int, stuck: dict[int, on], vain: Vain | None = None, ended: str = "") -> State:
-    """Returns the state that this rank publishes, with the waits that take long."""
+    """Returns the state that this rank publishes; `stuck` are its waits longer than `PATIENCE`, by thread."""
     state = {"beat": beat, "ended": ended, "vain": vain or {}, "last": comparisons.last(), "left": comparisons.left()}
     state["broken"] = dict(broken_groups)
     if not stuck and not ended:
@@ -212,7 +213,7 @@ def ranks_of(wait: on) -> list[int]:
 
 
 def read_states(store: Any, ranks: Iterable[int]) -> dict[int, State]:
-    """Returns the published states of these ranks, of those that have published any."""
+    """Returns the published states of those of these ranks that have published one."""
     return {rank: json.loads(text) for rank, text in _texts(store, _KEY, ranks).items()}
 
 
@@ -232,7 +233,7 @@ def since_when(wait: on, since: str) -> str:
 
 
 def pass_on(reports: Sequence[Vain]) -> None:
-    """Before this rank goes on, passes on what other ranks have found about hopeless waits, and breaks those groups."""
+    """Publishes the hopeless waits that other ranks have found, and breaks their groups on this rank."""
     if watcher is not None and (broken := set().union(*map(watcher.hear, reports))):
         _say_now(watcher)
         _break(broken)
@@ -260,17 +261,17 @@ class Watcher:
         spoke: when each thread's wait may be logged again.
         told: whether the last published state has waits.
         stands: the last place and the left calls that were published last.
-        ended: why this rank comes to no further waits; empty if it may.
-        vain: waits that were given up.
+        ended: the reason why this rank comes to no further waits; empty if it may.
+        vain: waits that were found to be hopeless.
         suspects: the waits that seem hopeless, with the beat of each rank when they first did.
         store: the thread's own client of the store: a client that a blocked thread uses is blocked for all threads.
         home: the addresses of the host that serves the store.
         server: rank 0's process, if it serves the store.
         processes: the processes of ranks that this one has waited for, see `liveness.own_process`.
         dead: the ranks whose processes have ended.
-        barrier: the main thread's wait in a barrier of the program's own; None if it is in none.
-        came: how often the main thread had arrived at any wait, when last looked.
-        given: the waits for a dead rank that were given up, by thread: where it was then, and the checks since.
+        barrier: the main thread's wait in a barrier that the program called itself; None if it is in none.
+        came: number of waits at which the main thread had arrived at the last check.
+        given: by thread, a wait for a dead rank that was given up, the thread's frame then, and the checks since.
         looks: held during a check.
     """
 
@@ -306,7 +307,7 @@ class Watcher:
                 _log.debug("looking after waits: %s", error)
 
     def look(self) -> None:
-        """Publishes what this rank waits for, and checks what the others do."""
+        """Runs one check: publishes this rank's waits, and reads those of other ranks."""
         for callback in list(looking.values()):
             callback(self.reach())
         current_time, current_waits = time.monotonic(), waits | self.in_barrier()
@@ -330,11 +331,11 @@ class Watcher:
             self.think(stuck, current_time)
 
     def in_barrier(self) -> dict[int, on]:
-        """Returns the main thread's wait in a barrier of the program's own, if it is in one."""
+        """Returns the main thread's wait in `dist.barrier`, if the program has called it."""
         main = threading.main_thread().ident or 0
         before = self.came
         self.came = sum(sum(kinds.values()) for (thread, _), kinds in list(arrivals.items()) if thread == main)
-        # Frames are looked at only while nothing happens: who looks at one keeps its locals alive for that long.
+        # Only while the thread makes no progress: a reference to a frame keeps its locals alive.
         frame = None if self.came != before or main in waits else sys._current_frames().get(main)
         if frame is None or frame.f_code is not _IN_BARRIER:
             self.barrier = None
@@ -344,7 +345,7 @@ class Watcher:
         if self.barrier is None or self.barrier.group != group:
             assert wait_of is not None, "`waiting` is imported by the package"
             self.barrier = wait_of(BARRIER, group)
-            self.barrier.count, self.barrier.verdict = 1, ""  # not a real count: see `State`
+            self.barrier.count, self.barrier.verdict = 1, ""  # not a count of arrivals, see `State`
         return {main: self.barrier}
 
     def vanished(self, stuck: dict[int, on]) -> bool:
@@ -371,7 +372,7 @@ class Watcher:
         self.abandon(stuck, f"{reason}. It has gone, or the network between has", lambda: liveness.hang_up(lost))
 
     def abandon(self, stuck: dict[int, on], reason: str, first: Callable[[], None] = lambda: None) -> None:
-        """Wakes the waiting threads with an error, for a reason that needs no other rank's word."""
+        """Wakes the waiting threads with an error, for a reason that needs no confirmation by other ranks."""
         for thread, wait in stuck.items():
             if not wait.verdict:
                 wait.verdict = f"rank {self.rank} waited in vain for {text_of(wait, thread)}: {reason}"
@@ -380,11 +381,11 @@ class Watcher:
         _break({wait.group for wait in stuck.values() if wait.ranks is None or wait.sided})
 
     def bereft(self, stuck: dict[int, on], current_time: float) -> bool:
-        """Whether rank 0 has ended, and with it the store that it served; gives up waits for it that are long."""
+        """Whether rank 0 has ended, and with it the store that it served; then also gives up long waits for it."""
         if not liveness.has_ended(self.server):
             return False
         self.dead.add(0)
-        long = _pace()[0] * STARTING  # nobody can tell any more who else comes late
+        long = _pace()[0] * STARTING  # without the store, a rank that is merely late cannot be told from a lost one
         lost = {t: wait for t, wait in stuck.items() if current_time - self.since[t][1] >= long and 0 in ranks_of(wait)}
         for wait in lost.values():
             if not wait.verdict:
@@ -399,7 +400,7 @@ class Watcher:
         return self.store
 
     def tell(self, stuck: dict[int, on]) -> None:
-        """Publishes how this rank stands, with these waits."""
+        """Publishes this rank's state, with these waits."""
         self.reach()
         self.beat += 1
         self.told, self.stands = bool(stuck), (comparisons.last(), comparisons.left())
@@ -410,7 +411,7 @@ class Watcher:
         store.set(_KEY.format(self.rank), json.dumps(state_of(beat, stuck, self.vain, ended)))
 
     def think(self, stuck: dict[int, on], current_time: float) -> None:
-        """Gives up waits that this rank or another has found hopeless, and logs the others."""
+        """Gives up the waits that any rank has found hopeless, and logs other long waits."""
         self.bury({rank for wait in stuck.values() for rank in ranks_of(wait)} - {self.rank})
         states = self.reached(stuck)
         hopeless = waits_in_vain(states)
@@ -449,7 +450,7 @@ class Watcher:
                 _log.warning("%s%s", text, note)
 
     def bury(self, ranks: set[int]) -> None:
-        """Publishes that ranks have ended whose processes on this host have done so without a word."""
+        """Publishes the end of ranks on this host whose processes have ended without publishing it."""
         if new := ranks - self.processes.keys():
             self.processes |= _texts(self.reach(), _PROCESS, sorted(new))
         for rank in sorted(ranks & self.processes.keys() - self.dead):
@@ -459,16 +460,16 @@ class Watcher:
                 known = json.loads(text or '{"beat": 0, "vain": {}, "broken": {}, "last": "", "left": {}, "ended": ""}')
                 if not known["ended"]:
                     ended: State = {"ended": f"has {KILLED}", "threads": None, "counts": None}
-                    # Unless its last words arrive meanwhile.
+                    # compare_set, as the rank's own last state may arrive meanwhile.
                     self.store.compare_set(_KEY.format(rank), text, json.dumps(known | ended))
 
     def leave_the_deaf(self) -> None:
-        """Ends this process if a thread has not moved since its wait for a dead rank was given up.
+        """Ends this process if a thread did not wake after its wait for a dead rank was given up.
 
-        Checks are counted, and not seconds, in which this process may have been stopped; and a debugger moves the
-        thread that it holds.
+        It counts checks rather than seconds, as the process may have been stopped meanwhile. A thread that a debugger
+        holds counts as awake, as its frame changes.
         """
-        if not self.given:  # frames that are looked at live longer, and what they hold does
+        if not self.given:  # a reference to a frame keeps its locals alive
             return
         frames = sys._current_frames()
         for thread, (wait, place, checks) in list(self.given.items()):
@@ -484,7 +485,7 @@ class Watcher:
                 os._exit(1)
 
     def reached(self, stuck: dict[int, on], also: Iterable[int] = ()) -> dict[int, State]:
-        """Returns the states of this rank, of those it waits for, of those they wait for and so on, and of `also`."""
+        """Returns the states of this rank, of all ranks that it waits for directly or indirectly, and of `also`."""
         # Its own state also goes through JSON, to compare with those of others: tuples become lists.
         states: dict[int, State] = {self.rank: json.loads(json.dumps(state_of(self.beat, stuck, self.vain)))}
         missing = {*also, *(rank for wait in stuck.values() for rank in ranks_of(wait))} - states.keys()
@@ -530,9 +531,9 @@ class Watcher:
         _break(broken)
 
     def hear(self, vain: Vain) -> set[str]:
-        """Marks and returns the groups of this rank that hopeless waits break.
+        """Marks this rank's groups with hopeless waits as broken; returns those that were not marked before.
 
-        Others may wait there for this rank, and whatever it did there next would not be what they wait for.
+        Other ranks may wait for this rank in such a group, and its next collective there would not match theirs.
         """
         self.vain = {**vain, **self.vain}
         causes = {name: cause for cause, *waits in vain.values() for _, name, *_ in waits if _made(name) is not None}
@@ -548,7 +549,7 @@ def _threads_at(wait: on) -> dict[int, tuple[on, Any, int]]:
 
 
 def _place(frame: Any) -> Any:
-    """Returns where a thread is; the frame is kept, so that no other is taken for it."""
+    """Returns a thread's frame and instruction; holding the frame keeps its id from being reused."""
     return frame and (frame, frame.f_lasti)
 
 

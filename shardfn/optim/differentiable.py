@@ -97,7 +97,7 @@ def refuse_overwriting(name: str, *trees: Any, does: str = "overwrites what it i
                 raise RuntimeError(
                     f"{name} {does}, and {dotted(accessor) or 'a tensor of that'} may be "
                     f"differentiated here, inside a function under grad, value_and_grad or a transform of torch.func: "
-                    f"{instead}, or detach() what is no part of the derivative"
+                    f"{instead}, or detach() tensors outside of the derivative"
                 )
 
 

@@ -195,7 +195,7 @@ def sgd(
         weight_decay: :math:`\lambda`, 0 or more, or a rule `(path, shape) -> number`.
         state_dtype: dtype of the state: bfloat16 (rounded stochastically) or float32; None for the parameter's dtype.
         seed: seed of the random numbers for bfloat16, the same on every rank.
-        donate: whether to overwrite parameters, gradients and state. If not, they stay as they are, and the step can
+        donate: whether to overwrite parameters, gradients and state. If not, they stay unchanged, and the step can
             be differentiated.
 
     Returns:
@@ -247,7 +247,7 @@ def adam(
         weight_decay: :math:`\lambda`, 0 or more, or a rule `(path, shape) -> number`.
         state_dtype: dtype of the state: bfloat16 (rounded stochastically) or float32; None for the parameter's dtype.
         seed: seed of the random numbers for bfloat16, the same on every rank.
-        donate: whether to overwrite parameters, gradients and state. If not, they stay as they are, and the step can
+        donate: whether to overwrite parameters, gradients and state. If not, they stay unchanged, and the step can
             be differentiated.
 
     Returns:
@@ -291,7 +291,7 @@ def adamw(
         weight_decay: :math:`\lambda`, 0 or more, or a rule `(path, shape) -> number`.
         state_dtype: dtype of the state: bfloat16 (rounded stochastically) or float32; None for the parameter's dtype.
         seed: seed of the random numbers for bfloat16, the same on every rank.
-        donate: whether to overwrite parameters, gradients and state. If not, they stay as they are, and the step can
+        donate: whether to overwrite parameters, gradients and state. If not, they stay unchanged, and the step can
             be differentiated.
 
     Returns:
@@ -334,7 +334,7 @@ def lion(
         weight_decay: :math:`\lambda`, 0 or more, or a rule `(path, shape) -> number`.
         state_dtype: dtype of the state: bfloat16 (rounded stochastically) or float32; None for the parameter's dtype.
         seed: seed of the random numbers for bfloat16, the same on every rank.
-        donate: whether to overwrite parameters, gradients and state. If not, they stay as they are, and the step can
+        donate: whether to overwrite parameters, gradients and state. If not, they stay unchanged, and the step can
             be differentiated.
 
     Returns:
@@ -379,7 +379,7 @@ def adamw8bit(
         b2: decay of the mean of squared gradients.
         eps: keeps the divisor above 0.
         weight_decay: a number, or a rule `(path, shape) -> number`.
-        donate: whether to overwrite parameters, gradients and state. If not, they stay as they are. A derivative
+        donate: whether to overwrite parameters, gradients and state. If not, they stay unchanged. A derivative
             through one step is exact; one through the state of several steps raises NotImplementedError, as rounding
             has no derivative.
 
@@ -477,7 +477,7 @@ def sophia(
         gamma: :math:`\gamma`, above 0, or a rule: the smaller, the more elements are clipped.
         eps: :math:`\epsilon`, 0 or more, or a rule: keeps the divisor above 0.
         weight_decay: :math:`\lambda`, 0 or more, or a rule `(path, shape) -> number`.
-        donate: whether to overwrite parameters, gradients and state. If not, they stay as they are, and the step can
+        donate: whether to overwrite parameters, gradients and state. If not, they stay unchanged, and the step can
             be differentiated.
 
     Returns:

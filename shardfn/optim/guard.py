@@ -104,7 +104,7 @@ class Guard:
         return leaves, passed[4]
 
     def pairs(self, leaves: list[Any]) -> list[tuple[Tensor, Tensor, tuple[str, ...] | None]]:
-        """Each parameter among these leaves with its gradient, and the axes that cut both if they are flat shards."""
+        """Each parameter among these leaves with its gradient, and the axes that shard both if they are flat shards."""
         assert self._passed is not None, "they were compared"
         _, _, grads_start, state_start, _ = self._passed
         zipped = zip(leaves[:grads_start], leaves[grads_start:state_start], strict=False)

@@ -56,7 +56,7 @@ def check(name: str, numbers: dict[str, Any], rules: Container[str] = ("weight_d
     for key, value in numbers.items():
         if key in ("nesterov", "graft", "donate"):
             if not isinstance(value, bool):
-                raise TypeError(f"{name}: {key}={_short(value)} is {kind(value)}; it is True or False")
+                raise TypeError(f"{name}: {key} must be True or False, got {_described(value)}")
         elif callable(value) and not isinstance(value, (type, nn.Module)) and (key == "lr" or key in rules):
             if key == "lr" and not _takes_step(value):
                 raise _not_a_schedule(f"{name}: ", f"a function of {inspect.signature(value)}")
@@ -93,21 +93,19 @@ def in_range(name: str, key: str, value: Any) -> None:
     """Raises TypeError for a value that is not a number, ValueError for one out of its range."""
     low, high, ends = DECAYS.get(name, RANGES["eps"]) if key == "decay" else RANGES[key]
     if isinstance(value, bool) or not isinstance(value, Real):
-        instead = f". It gets parameters by {_CALLS}" if key == "lr" and _short(value) == "..." else ""
-        raise TypeError(
-            f"{name}: {key}={_short(value)} is {kind(value)}; it is {_allowed(key, low, high, ends)}{instead}"
-        )
+        instead = f". The optimizer gets parameters by {_CALLS}" if key == "lr" and _short(value) == "..." else ""
+        raise TypeError(f"{name}: {key} must be {_allowed(key, low, high, ends)}, got {_described(value)}{instead}")
     x = float(value)
     if not (low <= x <= high) or (x == low and ends[0] == "(") or (x == high and ends[1] == ")"):
-        raise ValueError(f"{name}: {key}={value!r}; it is {_allowed(key, low, high, ends)}")
+        raise ValueError(f"{name}: {key} must be {_allowed(key, low, high, ends)}, got {value!r}")
 
 
 def check_integer(name: str, key: str, value: Any, minimum: int) -> None:
     """Raises TypeError for a value that is not an integer, ValueError for one below `minimum`."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: {key}={_short(value)} is {kind(value)}; it is an integer of {minimum} or more")
+        raise TypeError(f"{name}: {key} must be an integer of {minimum} or more, got {_described(value)}")
     if value < minimum:
-        raise ValueError(f"{name}: {key}={value!r}; it is {minimum} or more")
+        raise ValueError(f"{name}: {key} must be an integer of {minimum} or more, got {value!r}")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -156,12 +154,12 @@ def at_step(value: Any, step: Any) -> Any:
 
 def _allowed(key: str, low: float, high: float, ends: str) -> str:
     """Describes the values that an argument may have."""
-    first = f"above {low:g}" if ends[0] == "(" else f"{low:g} or more"
+    first = f"above {low:g}" if ends[0] == "(" else f"of {low:g} or more"
     last = f"below {high:g}" if ends[1] == ")" else f"at most {high:g}"
     bounds = [part for part, end in ((first, low), (last, high)) if math.isfinite(end)]
-    text = f"a number, {' and '.join(bounds)}"
+    text = f"a number {' and '.join(bounds)}"
     if key == "lr":
-        return f"{text}, a tensor of one, or a function of the step"
+        return f"{text}, a 0-d tensor or a function of the step"
     return f"{text}, or a function of a parameter's path and shape" if key == "weight_decay" else text
 
 
@@ -172,7 +170,13 @@ def kind(value: Any) -> str:
         return f"the function {name}" if inspect.isfunction(value) else f"torch's own {name}: see from_torch"
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
-    return f"of type {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+
+
+def _described(value: Any) -> str:
+    """A value with its type; of a long value the type alone."""
+    text = _short(value)
+    return text if value is None else kind(value) if text == "..." else f"{text}, {kind(value)}"
 
 
 def _short(value: Any) -> str:

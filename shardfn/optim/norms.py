@@ -1,6 +1,6 @@
 """Norms of sharded trees, in which every element counts once.
 
-Partial sums are added over exactly the axes that cut a parameter: not over replicas, and not over tensor-parallel
+Partial sums are added over exactly the axes that shard a parameter: not over replicas, and not over tensor-parallel
 ranks that hold the same parameter whole. There is one reduction for each set of axes, however many parameters.
 """
 

@@ -103,7 +103,7 @@ def map_trained(rule: Callable[..., Any], params: Any, grads: Any, *slots: Any) 
 
     Args:
         rule: `(param, grad, *slots) -> (param, *slots)`, or `(param, grad) -> param` without slots, for tensors that
-            are this rank's elements of one or several parameters. It must treat every element alike.
+            are this rank's elements of one or several parameters. It must treat all elements equally.
         params: the parameters.
         grads: their gradients.
         *slots: trees like the parameters.

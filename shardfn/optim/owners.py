@@ -124,7 +124,7 @@ def on_everyone(
 ) -> list[Tensor]:
     """As `on_owner` for matrices, by differentiable collectives: every rank computes all of them.
 
-    `fn` gets them as they are; `cost` and `dtype` are ignored.
+    `fn` gets them unchanged; `cost` and `dtype` are ignored.
     """
     del cost, dtype
     results = []

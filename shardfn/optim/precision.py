@@ -84,7 +84,7 @@ def stochastic_rounding(optimizer: Optimizer, *, seed: int = 0, donate: bool = T
     Args:
         optimizer: any optimizer.
         seed: an int, the same on every rank.
-        donate: whether to overwrite parameters. If not, they stay as they are, but even then no step can be
+        donate: whether to overwrite parameters. If not, they stay unchanged, but even then no step can be
             differentiated.
 
     Returns:

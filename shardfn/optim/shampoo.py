@@ -315,8 +315,8 @@ def refuse_derivative(name: str, count: Any, *trees: Any) -> None:
     """Raises an error where the step would be differentiated or captured."""
     if isinstance(count, Tensor):
         raise TypeError(
-            f"{name}: in which steps to decompose matrices depends on the step number, which the host must know: take "
-            f"the optimizer's step out of what is captured as a graph"
+            f"{name}: the host must know the step number, on which the decomposition of matrices depends. Take the "
+            f"optimizer's step out of the captured graph"
         )
     refuse_overwriting(name, *trees, does="has no derivative", instead="call its step outside of that")
 
@@ -388,7 +388,7 @@ def _eigenbasis(factor: Tensor) -> Tensor:
 def _iterate(factors: Sequence[Tensor], bases: Sequence[Tensor], square: Tensor) -> None:
     """A step of power iteration; overwrites bases, and Adam's squares, which it sorts along each dimension.
 
-    A basis begins anew where `_followed` leaves rounding alone twice; for that the host waits once, or twice.
+    A basis begins again where `_followed` leaves rounding alone twice; for that the host waits once, or twice.
     """
     followed = [_followed(factor, basis) for factor, basis in zip(factors, bases, strict=True)]
     well = torch.stack([sure.all() for *_, sure in followed]).tolist()

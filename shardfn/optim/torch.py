@@ -224,15 +224,15 @@ def _refuse_placed(name: str, unit: Unit, layout: Layout, block: int, draws: boo
     replicas, tier = layout.placement.replicas, layout.placement.tiers.state
     if draws and layout.grid.size(replicas) > 1:
         raise ValueError(
-            f"from_torch: {name} draws random numbers, which are others on each rank, and {unit.name} is the same over "
+            f"from_torch: {name} draws random numbers, different ones on each rank, and {unit.name} is the same over "
             f"{listed(map(repr, replicas), separator=' and ')}: its copies would drift apart. Round by "
-            f"stochastic_rounding(from_torch(...)), or take a strategy that cuts the state there"
+            f"stochastic_rounding(from_torch(...)), or use a strategy that shards the state there"
         )
     if block > 1 and tier != NOWHERE.state:  # a state in blocks has tensor subclasses, which tiers do not take
         raise ValueError(
             f"from_torch: with block={block} its state stays on the device, and the strategy keeps that of "
-            f"{unit.name} on {'disk' if tier == 'disk' else 'the host'}: take adamw8bit or lion8bit, which can, or "
-            f"leave state= out of the strategy's on()"
+            f"{unit.name} on {'disk' if tier == 'disk' else 'the host'}. Use adamw8bit or lion8bit, or leave state= "
+            f"out of the strategy's on()"
         )
 
 

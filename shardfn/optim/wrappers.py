@@ -33,7 +33,7 @@ def masked(optimizer: Optimizer, rule: Which, otherwise: Optimizer | None = None
         optimizer: for the parameters that `rule` chooses.
         rule: which parameters: a regular expression that matches the whole path, such as `blocks.0.attn.q`, several of
             them, or a function of a parameter's path and whole shape.
-        otherwise: for the rest; None leaves them as they are.
+        otherwise: for the rest; None leaves them unchanged.
 
     Returns:
         An `Optimizer`; its state has those of both, under `"chosen"` and `"others"`.

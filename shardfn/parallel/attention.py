@@ -66,7 +66,7 @@ def ring_attention(
         v: its values.
         axis: the axis that cuts the sequence; `()` if nothing does.
         causal: a query sees the keys up to its own position.
-        balanced: the sequence is cut as `positions(..., balanced=True)` says, so that with `causal` all ranks have
+        balanced: the sequence is sharded as `positions(..., balanced=True)` says, so that with `causal` all ranks have
             equal work; otherwise it is cut in order, as a spec cuts it, and the last rank has almost twice the mean.
         scale: factor of the scores; default: `d ** -0.5`.
 
@@ -75,7 +75,7 @@ def ring_attention(
         TypeError: the dtypes differ.
 
     Sources: Liu et al., Ring Attention with Blockwise Transformers (2023), algorithm 1; Brandon et al., Striped
-    Attention (2023), for the imbalance; Llama 3 (2024), section 3.3.2, for the cut into two pieces a rank.
+    Attention (2023), for the imbalance; Llama 3 (2024), section 3.3.2, for the split into two pieces a rank.
     """
     _check(q, k, v, causal)
     _check_same_pieces("ring_attention", axis, {"k": k}, causal=causal, balanced=balanced, scale=scale)
@@ -84,8 +84,8 @@ def ring_attention(
     _ordered("ring_attention", axis, balanced, causal)
     if balanced and q.shape[2] % 2:
         raise ValueError(
-            f"ring_attention: this rank has {q.shape[2]} places; cut in a balanced way they are two equal pieces: make "
-            f"the sequence a multiple of {2 * size}, or cut it in order, with balanced=False"
+            f"ring_attention: this rank has {q.shape[2]} positions; balanced=True needs two equal pieces. Make "
+            f"the sequence a multiple of {2 * size}, or pass balanced=False"
         )
     rule = _ring(axis, causal, balanced, q.shape[-1] ** -0.5 if scale is None else scale)
     out: Tensor = rule(q, k, v)[0]
@@ -142,7 +142,7 @@ def positions(length: int, axis: AxisName, *, balanced: bool = False, device: to
 
 
 def _ordered(name: str, axis: AxisName, balanced: bool, causal: bool = True) -> None:
-    """Tells a checked call in which order a sequence is cut, where that matters."""
+    """Tells a checked call in which order a sequence is sharded, where that matters."""
     if causal and not torch.compiler.is_compiling() and (recorder := recording.current()) is not None:
         recorder.ordered(name, as_names(axis), balanced)
 

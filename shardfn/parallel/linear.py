@@ -26,7 +26,7 @@ from shardfn.transforms.custom_vjp import custom_vjp
 
 
 def to_parallel(x: Tensor, axis: AxisName, *, sequence: int | None = None) -> Tensor:
-    """Makes `x` whole on every rank, for matrices that are cut by columns: `x @ w`, `w: [d, f / size]`.
+    """Makes `x` whole on every rank, for matrices that are sharded by columns: `x @ w`, `w: [d, f / size]`.
 
     It is `pvary`, `I -> V`, whose transpose sums the gradients. With `sequence`, the dimension along which `x` is cut
     between layers, it is `all_gather` along it; weights that are used on such pieces, a norm's say, then need
@@ -42,9 +42,9 @@ def to_parallel(x: Tensor, axis: AxisName, *, sequence: int | None = None) -> Te
 
 
 def from_parallel(x: Tensor, axis: AxisName, *, sequence: int | None = None) -> Tensor:
-    """The sum of what ranks computed with matrices that are cut by rows: `h @ w`, `w: [f / size, d]`.
+    """The sum of what ranks computed with matrices that are sharded by rows: `h @ w`, `w: [f / size, d]`.
 
-    It is `psum`, `V -> I`; with `sequence`, the dimension along which the result is cut, `reduce_scatter` along it.
+    It is `psum`, `V -> I`; with `sequence`, the dimension along which the result is sharded, `reduce_scatter` along it.
 
     Bytes a rank sends for `n` bytes of the whole sum: `2 n (s - 1) / s` forward and none backward; with `sequence`
     `n (s - 1) / s` each.
@@ -55,13 +55,13 @@ def from_parallel(x: Tensor, axis: AxisName, *, sequence: int | None = None) -> 
 
 
 def embedding(tokens: Tensor, table: Tensor, axis: AxisName = (), *, sequence: int | None = None) -> Tensor:
-    """Rows of a table that is cut by rows over `axis`: `[...], [v / size, d] -> [..., d]`.
+    """Rows of a table that is sharded by rows over `axis`: `[...], [v / size, d] -> [..., d]`.
 
     Args:
         tokens: integers from 0 to `v - 1`, of any integer dtype, the same on all ranks along `axis`.
         table: this rank's rows.
         axis: the axis that cuts the table; `()` if nothing does.
-        sequence: the dimension along which the result is cut; by default the result is the same on all ranks, `V -> I`.
+        sequence: the dimension along which the result is sharded; by default the result is replicated, `V -> I`.
 
     Raises:
         IndexError: a token is outside the table. On an accelerator it is a RuntimeError at a later call, of a stage or
@@ -72,7 +72,7 @@ def embedding(tokens: Tensor, table: Tensor, axis: AxisName = (), *, sequence: i
     tokens = as_indices("embedding", "tokens", tokens)
     if table.ndim != 2:
         raise ValueError(
-            f"embedding: the table has shape {tuple(table.shape)}; it is [v, d], cut by rows over {axis!r}"
+            f"embedding: table must have shape [v, d], with rows sharded over {axis!r}, got {tuple(table.shape)}"
         )
     ops.alike("embedding", axis, table, lambda: ops.arguments({"tokens": tokens, "table": table}), EQUAL)
     size, rows = axis_size(axis), table.shape[0]
@@ -172,7 +172,7 @@ def _outside(caller: str, name: str, n: int, total: int, ends: Tensor) -> str | 
     return f"{caller}: {name} are from {low} to {high}; they are from 0 to {n - 1}, and {number} of {total} are not"
 
 
-# --- normalisation of vectors that are cut over an axis ---
+# --- normalization of vectors that are sharded over an axis ---
 
 
 def rms_norm(x: Tensor, weight: Tensor, axis: AxisName = (), *, eps: float | None = None) -> Tensor:

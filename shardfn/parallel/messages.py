@@ -87,7 +87,7 @@ class Message:
 _GONE = LastNote(wrong=("does not answer", ""))
 _Sent = tuple[Any, Tensor, list[int]]  # the work, the bytes, and their versions
 _left: deque[Any] = deque(maxlen=16)  # keeps what the last runs sent alive: other ranks may still read it
-# By group: why messages may still be under way on it that no run will read.
+# By group: why messages may still be in flight on it that no run will read.
 _cut_short: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
@@ -313,7 +313,7 @@ class PipelineRanks:
         with self._reaching(to):
             line.send((direction, tags, packed(kinds), tree, payload), rows if fits else ())
             self._post(tensors, rows, to, direction, None if fits else tags)
-        self.delivered(to, self.size)  # no deadlock: a neighbour takes older ones without waiting for this rank
+        self.delivered(to, self.size)  # no deadlock: a neighbor takes older ones without waiting for this rank
 
     def _post(
         self, tensors: Sequence[Tensor], rows: Sequence[Tensor], to: int, direction: Way, tags: list[int] | None
@@ -493,8 +493,8 @@ def refuse_changed(tensors: Sequence[Tensor], before: list[int]) -> None:
     """Raises RuntimeError if tensors were written to since they had these versions."""
     if versions(tensors) != before:
         raise RuntimeError(
-            "pipeline: a part changed in place a tensor that it had returned to the next rank, or had returned part "
-            "of: it may still be on its way, and its gradient is to come. Return another tensor, or a clone"
+            "pipeline: a tensor that a pipeline stage returned, or a view of one, was changed in place while it may be "
+            "in flight and before its gradient came. Return a different tensor, or a clone"
         )
 
 

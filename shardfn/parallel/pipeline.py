@@ -1,6 +1,6 @@
 """Pipeline parallelism: each rank along an axis computes its own layers, on one micro-batch after another.
 
-A schedule is a list of forward and backward passes for each rank; the messages between neighbours keep the lists in
+A schedule is a list of forward and backward passes for each rank; the messages between neighbors keep the lists in
 step. The result is the sum of the micro-batches' losses, a function like any other: first derivatives in reverse mode
 follow the schedule; other derivatives come from the same passes in lockstep, with `ppermute` in between.
 """
@@ -462,7 +462,7 @@ def _tied_to(x: Tensor, dependencies: Sequence[Tensor], zero: Tensor) -> Tensor:
 def _loss(output: Any) -> Tensor:
     if not isinstance(output, Tensor) or output.ndim or not output.is_floating_point():
         kind = f"{output.dtype} {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
-        raise ValueError(f"pipeline: the last rank returns a micro-batch's loss, a real scalar, not {kind}")
+        raise ValueError(f"pipeline: the last rank must return a micro-batch's loss, a real scalar, got {kind}")
     return output
 
 

@@ -88,7 +88,7 @@ def drawing(works: Sequence[Work], usage: Sequence[Held], times: Times | None) -
     else:
         begin, end = tuple(times.begins), tuple(times.ends)
         if not len(begin) == len(end) == len(works):
-            raise ValueError(f"plan: times of {len(begin)} works, but it has {len(works)}: pass those of this plan")
+            raise ValueError(f"plan: times must be those of this plan's {len(works)} works, got {len(begin)}")
         host = list(accumulate((t if i == 0 else 0.0 for t, i in zip(begin, lane, strict=True)), max))
     moments = tuple(host[entry.at] if i and works else 0.0 for i, entry in enumerate(usage))  # arguments from the start
     peak = max(range(len(usage)), key=lambda i: usage[i].total, default=None)

@@ -156,7 +156,7 @@ def size_of(text: str | int) -> int:
     bits = unit.endswith("b") and not unit.islower()  # 80 Gb are bits
     if match is None or bits or unit.lower() not in _UNITS:
         raise ValueError(
-            f"{short(repr(text))} is no size of memory: write a whole number of bytes, or a text with a unit, such as "
+            f"{short(repr(text))} is not a memory size: write a whole number of bytes, or a text with a unit, such as "
             f"'80GiB' or '80 GB'"
         )
     return int(float(match[1]) * _UNITS[unit.lower()])

@@ -193,8 +193,8 @@ def sections(tree: Any, mesh: DeviceMesh | None) -> tuple[MeshSection, ...]:
     """
     if isinstance(tree, torch.nn.Module):
         raise TypeError(
-            "show: a module is no tree of parameters: shardfn.interop.functional(module).tree is one; pass that, what "
-            "shard(...) makes of it, or dict(module.named_parameters())"
+            "show: the tree must hold parameters, got a module. Pass shardfn.interop.functional(module).tree, the "
+            "result of shard(...), or dict(module.named_parameters())"
         )
     stages = list(_stages(tree))
     if not stages:
@@ -214,8 +214,8 @@ def sections(tree: Any, mesh: DeviceMesh | None) -> tuple[MeshSection, ...]:
     if mesh_grid is not None and conflicts:
         name, where = conflicts[0]
         raise ValueError(
-            f"show: mesh=({mesh_grid}), but {name or 'the tree'} is on a mesh ({where}): leave mesh= out, and each "
-            f"mesh is shown with what it has"
+            f"show: mesh=({mesh_grid}), but {name or 'the tree'} is on a mesh ({where}): leave mesh= out to show each "
+            f"mesh with its parameters"
         )
     without_mesh = tuple(stage for stage in stages if not stage.flats)
     if mesh_grid is not None or len(grids) == 1:

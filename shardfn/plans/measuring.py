@@ -72,7 +72,7 @@ def measure_links(
         nodes = nodes_of(sizes(mesh), dist.get_rank(), names, per_node)
         spread = nodes, comm.axis.size // nodes
         for operation in OPERATIONS:
-            if spread not in curves.setdefault(operation, {}):  # axes that are spread alike have one table
+            if spread not in curves.setdefault(operation, {}):  # axes with the same spread share a table
                 curves[operation][spread] = _measured(operation, comm, everyone, sent, repeats)
     device = device_of(mesh)
     name = f"{device.type}, {process_groups.backend_of(everyone.group, device.type)}"
@@ -142,7 +142,7 @@ def _median(run: Callable[[], Any], everyone: Communicator, repeats: int) -> flo
         run()
         _finish(everyone.device)
         spent.append(time.perf_counter() - began)
-        if _max_over_ranks([time.perf_counter() - started], everyone)[0] > _BUDGET:  # all ranks stop alike
+        if _max_over_ranks([time.perf_counter() - started], everyone)[0] > _BUDGET:  # all ranks stop together
             break
     return statistics.median(_max_over_ranks(spent, everyone))
 

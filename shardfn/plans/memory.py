@@ -162,7 +162,7 @@ def _laid_out(
         return run_makers("", params)
     mesh = current_mesh() if mesh is None else mesh
     if mesh is None:
-        raise ValueError("memory: a strategy, but no mesh to cut over: pass mesh=make_mesh(...)")
+        raise ValueError("memory: a strategy, but no mesh to shard over: pass mesh=make_mesh(...)")
     rules, names = Rules(mesh, strategy, stages, frozen, specs, "global", filled=False), list[str]()
 
     def cut(path: str, subtree: Any) -> Any:

@@ -72,7 +72,7 @@ def planning(ranks: int, rank: int = 0, *, per_node: int = 8) -> Iterator[Device
     if dist.is_initialized():
         raise RuntimeError(
             f"planning: this process is rank {dist.get_rank()} of {dist.get_world_size()} already, on "
-            f"{dist.get_backend()}, and cannot be another: plan in a process of its own, or before the first make_mesh"
+            f"{dist.get_backend()}, and cannot be another: plan in a separate process, or before the first make_mesh"
         )
     recorder = PlanRecorder()
     with (
@@ -150,7 +150,7 @@ def plan(step: Callable[..., Any], *args: Any, mesh: DeviceMesh | None = None, *
     if not _open:
         raise RuntimeError(
             "plan: nothing is planned here: make the mesh, the parameters and the step inside `with "
-            "shardfn.planning(ranks=...):`, in a process without ranks of its own, and plan the step there"
+            "shardfn.planning(ranks=...):`, in a process without ranks, and plan the step there"
         )
     recorder, per_node = _open[-1]
     if not callable(step):

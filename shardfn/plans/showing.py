@@ -40,7 +40,7 @@ def show(tree: Any, mesh: DeviceMesh | None = None) -> Shown:
 
     It reads layouts alone: nothing is sent, moved or copied, so one rank may call it without the others, on a mesh of
     any size, and for tensors on the meta device. Ranks are shown by number if there are at most 16; on larger meshes by
-    their positions along the axes that cut a stage. Stages that differ only in their names are shown once.
+    their positions along the axes that shard a stage. Stages that differ only in their names are shown once.
 
     Args:
         tree: parameters, gradients or an optimizer's state: flat shards, plain tensors, or both. The tree of a module
@@ -383,7 +383,7 @@ def _box(corner: Sequence[int], shape: Sequence[int], full_shape: Sequence[int])
 
 
 def ranks(numbers: Sequence[int], grid: Grid) -> str:
-    """Formats numbers of ranks, with neighbours as `0-3`."""
+    """Formats numbers of ranks, with neighbors as `0-3`."""
     if len(numbers) == len(grid.ranks) > 1:
         return "every rank"
     runs: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""Quantised parameters in files as bitsandbytes writes them: several tensors each, one of which is JSON as bytes.
+"""Quantized parameters in files as bitsandbytes writes them: several tensors each, one of which is JSON as bytes.
 
 weight                                  codes, two a byte
 weight.absmax                           scales, float32, one a block; or their codes, uint8
@@ -32,7 +32,7 @@ _NESTED = {"nested_blocksize", "nested_dtype", "nested_offset"}
 
 
 def found(names: Iterable[str]) -> dict[str, list[str]]:
-    """The quantised parameters in files.
+    """The quantized parameters in files.
 
     Args:
         names: the names of all tensors in the files.
@@ -160,7 +160,7 @@ def _state(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     keys = [key for key in tensors if _part(key, name).startswith(STATE)]
     if len(keys) != 1:
         count = f"{len(keys)} of them" if keys else "none"
-        raise ValueError(f"{name} needs one tensor {name}.{STATE}..., which says what it is; there is {count}")
+        raise ValueError(f"{name} needs one tensor {name}.{STATE}..., which describes it, got {count}")
     try:
         state = json.loads(bytes(tensors[keys[0]].tolist()))
         lacking = (_STATED | (_NESTED if f"{name}.nested_absmax" in tensors else set())) - set(state)
@@ -203,7 +203,7 @@ def _tensor(name: str, part: str, tensors: Mapping[str, Tensor], dtype: torch.dt
         raise ValueError(f"there is no {key}, which {name} needs")
     x = tensors[key]
     if dtype is not None and x.dtype != dtype:
-        raise ValueError(f"{key} is {x.dtype}, not {dtype}")
+        raise ValueError(f"{key} must have dtype {dtype}, got {x.dtype}")
     return x
 
 
@@ -211,7 +211,7 @@ def _check_size(name: str, item: str, got: int, want: int, state: Mapping[str, A
     if got != want:
         raise ValueError(
             f"{name} has {got} {'bytes of codes' if item == 'codes' else item}, but shape {state['shape']} in blocks "
-            f"of {state['blocksize']} needs {want}: it is cut, or was quantised with other blocks"
+            f"of {state['blocksize']} needs {want}: it is truncated, or was quantized with different blocks"
         )
 
 
@@ -220,4 +220,4 @@ def _same_table(name: str, part: str, tensors: Mapping[str, Tensor], code: codes
     table = _tensor(name, part, tensors)
     expected = codes.numbers(code).to(table.device)
     if table.shape != expected.shape or not torch.equal(table.float(), expected):
-        raise ValueError(f"{name}.{part} has other numbers than {code.name} has here: it would be decoded wrongly")
+        raise ValueError(f"{name}.{part} has different values from {code.name} here: it would be decoded wrongly")

@@ -120,7 +120,7 @@ class _CodeTable:
         return table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
     def _between(self) -> tuple[Tensor, ...]:
-        """The midpoints between neighbouring numbers; and, if the table is unsorted, the codes sorted by number."""
+        """The midpoints between neighboring numbers; and, if the table is unsorted, the codes sorted by number."""
         values = self._values()
         order = torch.argsort(values)
         between = midpoints(values[order], self._keeps)

@@ -221,7 +221,7 @@ def check_format(format: object, argument: str, *, optional: bool = True) -> Non
     if isinstance(format, Format) or (optional and format is None):
         return
     shown = f"the function {getattr(format, '__name__', 'itself')}: call it" if callable(format) else repr(format)
-    raise TypeError(f"{argument} is a format, such as shardfn.quant.int8(){', or None' * optional}, not {shown}")
+    raise TypeError(f"{argument} must be a format, such as shardfn.quant.int8(){', or None' * optional}, got {shown}")
 
 
 _CODES = (codes.nf4, codes.fp4, codes.int4, codes.int8, codes.fp8_e4m3, codes.fp8_e5m2)

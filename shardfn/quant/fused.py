@@ -96,7 +96,7 @@ def coded_samples(code: Code, block: int, device: torch.device) -> tuple[Tensor,
     return of_codes.to(device), torch.stack((scales, scales)).to(device), numel
 
 
-# --- few bits ---
+# --- quantized parameters ---
 
 
 class Tables(NamedTuple):

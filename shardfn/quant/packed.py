@@ -1,4 +1,4 @@
-"""Quantised parameters as pytree nodes: one leaf of bytes, and the format, shape and dtype."""
+"""Quantized parameters as pytree nodes: one leaf of bytes, and the format, shape and dtype."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardfn.tracebacks import api_boundary
 
 
 class Packed:
-    """A quantised parameter: a pytree node with one leaf, whose path is the parameter's own.
+    """A quantized parameter: a pytree node with one leaf, whose path is the parameter's own.
 
     `shardfn.shard` cuts its bytes like any others, and a stage's function gets the decoded parameter.
 
@@ -26,7 +26,7 @@ class Packed:
         values: `[format.nbytes(numel)]`, uint8.
         format: the format of the bytes.
         shape: the shape of the parameter.
-        dtype: its dtype before quantisation, and in a stage's function unless another is asked for.
+        dtype: its dtype before quantization, and in a stage's function unless another is asked for.
     """
 
     __slots__ = ("dtype", "format", "shape", "values")
@@ -62,8 +62,8 @@ class Packed:
         """
         if self.values.dtype is not torch.uint8:
             raise TypeError(
-                f"{self} has {self.values.dtype} where its bytes were. Bytes are codes, which nothing can be computed "
-                f"from: leave parameters in few bits as they are, with shardfn.partition, say"
+                f"{self} has {self.values.dtype} in place of its bytes, which are codes, not numbers to compute with. "
+                f"Leave quantized parameters unchanged, such as by shardfn.partition"
             )
         if out is not None:
             return self.format.decode_into(out, self.values).view(self.shape)
@@ -79,7 +79,7 @@ class Packed:
 
 
 def pack(x: Tensor, format: Format) -> Packed:
-    """Quantises a parameter.
+    """Quantizes a parameter.
 
     Args:
         x: a tensor of floating-point numbers; if it is on the meta device, so are the bytes.
@@ -97,14 +97,14 @@ def pack(x: Tensor, format: Format) -> Packed:
         values = format.encode(x.reshape(-1))
         if not bool(torch.isfinite(format.scales(values, x.numel()) * format.code.most).all()):
             raise ValueError(
-                "it has numbers that are not finite, or too large for scales in float32: few bits cannot hold them"
+                "it has numbers that are not finite, or too large for scales in float32, and cannot be quantized"
             )
     return Packed(values, format, tuple(x.shape), x.dtype)
 
 
 @api_boundary
 def quantize(tree: Any, format: Format, names: Which | None = None) -> Any:
-    """Quantises some parameters of a tree.
+    """Quantizes some parameters of a tree.
 
     Args:
         tree: a pytree of tensors.
@@ -118,7 +118,7 @@ def quantize(tree: Any, format: Format, names: Which | None = None) -> Any:
     Raises:
         ValueError: a pattern matches nothing, or nothing is chosen; a chosen parameter has fewer elements than a block,
             or numbers that are not finite.
-        TypeError: a chosen parameter is not floating-point, or is quantised already; a parameter is a shard; `format`
+        TypeError: a chosen parameter is not floating-point, or is quantized already; a parameter is a shard; `format`
             is no format; `names` are neither patterns nor a function.
 
     Example:
@@ -135,7 +135,7 @@ def quantize(tree: Any, format: Format, names: Which | None = None) -> Any:
     if not rule and not any(_long(x, format) for x in leaves):
         raise ValueError(
             f"quantize: there is no tensor with two or more dimensions and at least {format.block} floating-point "
-            f"numbers, a block: pass a tree of parameters, such as model.tree, or choose others by names="
+            f"numbers, a block: pass a tree of parameters, such as model.tree, or choose different names="
         )
     packed_by_id: dict[int, Packed] = {}  # a tensor at several places stays shared
     values = [
@@ -146,7 +146,7 @@ def quantize(tree: Any, format: Format, names: Which | None = None) -> Any:
 
 
 def dequantize(tree: Any, dtype: torch.dtype | None = None) -> Any:
-    """Decodes the quantised parameters of a tree, to their own dtypes or another.
+    """Decodes the quantized parameters of a tree, to their own dtypes or another.
 
     Args:
         tree: whole parameters.
@@ -164,7 +164,7 @@ def dequantize(tree: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 def is_packed(x: Any) -> bool:
-    """Whether it is a quantised parameter."""
+    """Whether it is a quantized parameter."""
     return type(x) is Packed
 
 
@@ -186,13 +186,13 @@ def _parameters(where: str, tree: Any, instead: str) -> tuple[list[str], list[An
 
 def _packed(path: str, x: Any, format: Format, packed_by_id: dict[int, Packed]) -> Packed:
     if is_packed(x):
-        raise TypeError(f"quantize: {path} is in few bits already, {x}")
+        raise TypeError(f"quantize: {path} is already quantized, {x}")
     if not isinstance(x, Tensor):
         raise TypeError(f"quantize: {path} is of type {type(x).__name__}, not a tensor")
     if x.numel() < format.block:
         raise ValueError(
             f"quantize: {path} has shape {list(x.shape)}, {x.numel()} numbers, fewer than the {format.block} of a "
-            f"block: leave it as it is"
+            f"block. Leave it out"
         )
     if id(x) not in packed_by_id:
         try:

@@ -27,7 +27,7 @@ Evaluation = Evaluate | tuple[Evaluate, int]
 
 @dataclass(frozen=True)
 class LoopOptions:
-    """The arguments of `loop`, normalised.
+    """The arguments of `loop`, normalized.
 
     Attributes:
         steps: number of the last step.
@@ -76,7 +76,7 @@ class LoopOptions:
 
 
 def asked(step: Any, batches: Any, args: dict[str, Any]) -> LoopOptions:
-    """Checks and normalises the arguments.
+    """Checks and normalizes the arguments.
 
     Raises:
         TypeError, ValueError: an argument is wrong.
@@ -109,7 +109,7 @@ def asked(step: Any, batches: Any, args: dict[str, Any]) -> LoopOptions:
     if not isinstance(args["resume"], bool) and args["resume"] != "previous":
         raise TypeError(
             f"sf.run.loop: resume must be True, for the newest checkpoint in save=, or False, or "
-            f'"previous", for the newest of which every byte is right, got {args["resume"]!r}'
+            f'"previous", for the newest intact one, got {args["resume"]!r}'
         )
     evaluate = _evaluations(args["evaluate"], every or steps)
     best, stop = best_of(args["best"], evaluate), args["stop"]
@@ -198,12 +198,13 @@ def _check_batches(batches: Any, resumes: bool) -> None:
     if callable(batches):
         _takes(batches, 1, "batches", "batches(start), for the batches of step `start` and after it,")
     elif not isinstance(batches, Iterable):
-        raise TypeError(f"sf.run.loop: batches is a {type(batches).__name__}, not a function of the step to start at")
+        kind = type(batches).__name__
+        raise TypeError(f"sf.run.loop: batches must be a function of the step to start at, got {kind}")
     elif resumes:
         raise TypeError(
-            f"sf.run.loop: batches is a {type(batches).__name__}, which always begins at its first batch, so a run "
-            f"that goes on from a checkpoint would read the wrong rows: pass a function of the step to start at, such "
-            f"as lambda start: itertools.islice(iter(rows), start, None), or what sf.run.batches returns"
+            f"sf.run.loop: batches must be a function of the step to start at to resume, got "
+            f"{type(batches).__name__}, which always begins at its first batch. Pass the result of sf.run.batches, or "
+            f"lambda start: itertools.islice(iter(rows), start, None)"
         )
 
 

@@ -40,7 +40,7 @@ def checked(metrics: Any, caller: str) -> dict[str, Any]:
             if value.numel() != 1 or value.is_complex():
                 raise ValueError(
                     f"{caller}: metrics[{name!r}] has shape {tuple(value.shape)} and {value.dtype}: a metric is one "
-                    f"real number: reduce it, by .mean() or .sum(), or give its parts names of their own"
+                    f"real number: reduce it, by .mean() or .sum(), or give its parts separate names"
                 )
         elif not isinstance(value, (Real, np.bool_)):
             hint = "; a step returns (state, metrics), in this order" if caller.endswith("step") else ""

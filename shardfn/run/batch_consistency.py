@@ -247,8 +247,8 @@ def _first_at_places(every: Sequence[Any], differ: str, step: int, peers: Peers)
         if every[i] != every[j]:
             raise ValueError(
                 f"{peers.name}: ranks {peers.ranks[j]} and {peers.ranks[i]} stand at the same place along "
-                f"{peers.along}, and so must get the same rows, but their batches of step {step} {differ}. Name all "
-                f"axes along which rows differ in axes=, or give both the same rows"
+                f"{peers.along}, but their batches of step {step} {differ}. Name all axes along which rows differ in "
+                f"axes=, or give both ranks the same rows"
             )
     return first
 
@@ -278,7 +278,8 @@ def _ended(local_read: Read, summaries: _Summaries | None, step: int, peers: Pee
             _astray.append(_send([ASTRAY] * summaries.rows.shape[1], peers))
         raise ValueError(
             f"{peers.name}: ranks ask for different batches: those of steps {steps}, in the order of their ranks "
-            f"{peers.ranks}, by their iterators number {numbers}. All ranks iterate alike, and stop at the same step"
+            f"{peers.ranks}, by their iterators number {numbers}. All ranks must read the same "
+            f"steps"
         )
     if State.FAILED in states:
         _raise_failed(local_read, states, step, peers)
@@ -287,8 +288,8 @@ def _ended(local_read: Read, summaries: _Summaries | None, step: int, peers: Pee
             short = [rank for rank, state in zip(peers.ranks, states, strict=True) if state == State.END]
             long = [rank for rank in peers.ranks if rank not in short]
             raise ValueError(
-                f"{peers.name}: {_ranks(short)} no batch for step {step}, and {_ranks(long)} one. All ranks need as "
-                f"many batches, or some would wait for the others in vain: drop or pad what is left over"
+                f"{peers.name}: {_ranks(short)} no batch for step {step}, and {_ranks(long)} one. All ranks need "
+                f"the same number of batches. Drop or pad the rest"
             )
         return True
     if {*states} == {State.FILLED}:
@@ -345,10 +346,9 @@ def _compare(contents: list[int], rows: list[int], step: int, peers: Peers) -> N
         j = owner.setdefault(contents[i], i)
         if i != j and rows[i] >= TELLING:
             raise ValueError(
-                f"{peers.name}: ranks {peers.ranks[j]} and {peers.ranks[i]} get the same rows, though they stand at "
-                f"places {peers.places[j]} and {place} along {peers.along}: up to step {step} their batches were "
-                f"equal, and {rows[i]} different rows were in them. Give a sampler num_replicas={len(first)} and each "
-                f"rank its place, as torch's DistributedSampler takes them; or let sf.run.batches cut the rows"
+                f"{peers.name}: ranks {peers.ranks[j]} and {peers.ranks[i]} get the same rows at places "
+                f"{peers.places[j]} and {place} along {peers.along}: {rows[i]} different rows up to step {step}. Use "
+                f"sf.run.batches, or a DistributedSampler with num_replicas={len(first)} and each rank's place"
             )
 
 
@@ -388,7 +388,7 @@ class Checked:
         if self._begun and loaders.read_once(self._loader):
             raise ValueError(
                 f"{NAME}: the loader is a {type(self._loader).__name__}, which can be read once, and its first batches "
-                f"are gone: pass what can be iterated anew, as a DataLoader, or a class whose __iter__ begins again"
+                f"are gone. Pass an object that can be iterated again, such as a DataLoader"
             )
         self._begun.append(start)
         return together(_reads(self._loader, start), start, self._peers, torch.device("cpu"))
@@ -415,7 +415,7 @@ def checked(loader: Iterable[Any], mesh: DeviceMesh, axes: AxisName, *, pad: Pad
 
     Args:
         loader: gives pytrees of tensors or arrays with rows along dim 0.
-        mesh: whose ranks iterate, all of them alike.
+        mesh: whose ranks iterate, all in the same way.
         axes: the axis or axes along which ranks have different rows; `()` for none.
         pad: how to handle batches that are longer on some ranks, as in `batches`; None: an error.
 

@@ -103,7 +103,7 @@ def batches(
 
     Each rank reads only its own rows: the batch of a step is the concatenation of the parts along `axes`, however many
     there are. Ranks along other axes get the same rows. To resume, only the step number is needed. All ranks of the
-    mesh make this call, and iterate alike.
+    mesh make this call, and iterate in the same way.
 
     Args:
         source: rows. A tensor or array, or a dict or tuple of them, whose dim 0 the rows are; a data set or list with
@@ -214,7 +214,7 @@ def _make_batches(
     device = device_of(mesh)
     if sampler is not None and (not callable(sampler) or rate is not None or isinstance(source, Stream)):
         raise TypeError(
-            f"{NAME}: sampler must be a function of the epoch, of a source that is no stream and without rate=, got "
+            f"{NAME}: sampler must be a function of the epoch, without rate= and not for streams, got "
             f"{type(sampler).__name__}"
         )
     if isinstance(source, Stream):
@@ -270,7 +270,7 @@ def _check_rate(rate: Any, source: Any, default: bool) -> None:
             f"{NAME}: rate must be the probability of each row at each step, above 0, at most 1, got {rate!r}"
         )
     if not default:
-        raise ValueError(f"{NAME}: rate={rate!r} samples each step anew: leave out epochs=, shuffle= and last=")
+        raise ValueError(f"{NAME}: rate={rate!r} samples steps independently: leave out epochs=, shuffle= and last=")
     if isinstance(source, Stream):
         raise ValueError(f"{NAME}: rate={rate!r}; rows of a stream are not found by their numbers, so none is sampled")
 

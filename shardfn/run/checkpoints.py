@@ -53,7 +53,7 @@ class Origin:
                       if stored.get(name) != current.get(name)]  # fmt: skip
             raise ValueError(
                 f"sf.run.loop: the batches are not those of the run in {path}: {findings(differ)}. Steps after it "
-                f"would get other rows: give the batches as they were, or pass another folder for another run"
+                f"would get different rows. Pass the same batches, or another folder for another run"
             )
 
 
@@ -116,8 +116,8 @@ def _head(path: Path) -> dict[str, Any]:
     lacks = [name for name, kind in HEAD.items() if not isinstance(numbers.get(name), kind)]
     if lacks:
         raise CheckpointError(
-            f"it is not of sf.run.loop, or of that of another version of shardfn: it has no {' and no '.join(lacks)}. "
-            f"Pass another folder; sf.checkpoint.load reads what is in this one"
+            f"it is not of sf.run.loop, or is of a different version of shardfn: it has no {' and no '.join(lacks)}. "
+            f"Pass another folder; sf.checkpoint.load reads this one"
         )
     return {name: numbers[name] for name in HEAD}
 
@@ -168,7 +168,7 @@ class Saver:
         group = team_of(grids(state), "run")
         self.keeping.values = self.values(group, step, steps, history)
         self.began, self.saved = time.monotonic(), step
-        # How many parts batches were cut into to fit memory: one entry, or one for each rank if they differ.
+        # How many parts batches were split into to fit memory: one entry, or one for each rank if they differ.
         parts = group.gathered(remembered(ranks_of(group)), "comparing the parts of batches")
         parts_as_json = json.dumps(parts[:1] if len(set(parts)) == 1 else parts)
         content = tree(state, step, self.origin, parts_as_json, self.keeping.packed())

@@ -26,7 +26,7 @@ class Lengths:
     """The padding of batches that are longer on some ranks.
 
     Attributes:
-        values: padding values by the last key of a leaf's path; None leaves batches as they are.
+        values: padding values by the last key of a leaf's path; None leaves batches unchanged.
     """
 
     values: Mapping[Any, float] | None
@@ -67,8 +67,8 @@ class Lengths:
             reason = "nothing says what to fill it with" if value is None else wrong
             dtype, dims = described(leaf).partition(" ")[0], ", ".join(map(str, max_sizes))
             raise ValueError(
-                f"{name}: batch{written(path)}, {dtype}, has other sizes on other ranks, up to [{dims}], and "
-                f"{reason}: say pad={{{key!r}: ...}}, by the leaf's last key"
+                f"{name}: batch{written(path)}, {dtype}, has different sizes on other ranks, up to [{dims}], and "
+                f"{reason}: pass pad={{{key!r}: ...}}, by the leaf's last key"
             )
         return value
 
@@ -163,9 +163,9 @@ def collated(rows: list[Any], numbers: Sequence[int], collate: Collate | None) -
     for name, leaf in named_leaves(rows[0]):
         if isinstance(leaf, (str, bytes)) or leaf is None:
             raise TypeError(
-                f"row {numbers[0]} of the source has {type(leaf).__name__} at row{name}, of which no tensor is "
-                f"made: turn it into numbers in the data set (tokenize it), drop the column (remove_columns of a "
-                f"Hugging Face data set), or pass collate="
+                f"row {numbers[0]} of the source has {type(leaf).__name__} at row{name}, which cannot become a "
+                f"tensor. Convert it to numbers (tokenize it), drop the column (remove_columns in Hugging Face data "
+                f"sets), or pass collate="
             )
     try:
         return default_collate(rows)
@@ -216,14 +216,14 @@ def joined(batches: Sequence[Any]) -> Any:
         if not isinstance(leaf, Tensor):
             raise TypeError(
                 f"several workers read parts of a batch, which are joined where their leaves are tensors, and collate= "
-                f"returned {type(leaf).__name__}: say workers=1, or return tensors"
+                f"returned {type(leaf).__name__}: pass workers=1, or return tensors"
             )
     try:
         return optree.tree_map(lambda *parts: torch.cat(parts), *batches)
     except RuntimeError as error:
         raise ValueError(
-            f"several workers read parts of a batch, which collate= has made of other lengths, so that they cannot be "
-            f"joined ({error}): say workers=1, or pad to one length"
+            f"several workers read parts of a batch, to which collate= gave different lengths, so that they cannot be "
+            f"joined ({error}): pass workers=1, or pad to one length"
         ) from error
 
 

@@ -173,7 +173,7 @@ def owned(batch: Any) -> Any:
     """Copies all tensors and arrays of a batch that user code has made, since that code may overwrite them.
 
     All are copied because views cannot be told from buffers: a slice of a data set looks like a part of a buffer.
-    Copies stay on the same device, and in pinned memory. Objects of unknown types without `clone` are left as they are.
+    Copies stay on the same device, and in pinned memory. Objects of unknown types without `clone` are left unchanged.
     """
     return optree.tree_map(_copied, batch, none_is_leaf=True)
 
@@ -181,7 +181,7 @@ def owned(batch: Any) -> Any:
 def _copied(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         on_host = type(leaf) is Tensor and leaf.layout is torch.strided and leaf.device.type == "cpu"
-        # In a worker `is_pinned` would initialise CUDA, which a forked process must not do.
+        # In a worker `is_pinned` would initialize CUDA, which a forked process must not do.
         pinned = on_host and get_worker_info() is None and leaf.is_pinned()
         return torch.empty_like(leaf, pin_memory=True).copy_(leaf) if pinned else leaf.clone()
     if isinstance(leaf, (np.ndarray, bytearray)):

@@ -164,8 +164,8 @@ def best_of(best: Any, evaluations: Mapping[str, Any]) -> Best | None:
     metric, which = best if isinstance(best, tuple) and len(best) == 2 else (best, "lowest")
     if not isinstance(metric, str) or which not in ("lowest", "highest"):
         raise TypeError(
-            f"sf.run.loop: best={best!r}; it is the name of a metric, 'eval/loss', of which the lowest is best, or "
-            f"('eval/accuracy', 'highest')"
+            f"sf.run.loop: best must be the name of a metric to minimize, such as 'eval/loss', or "
+            f"('eval/accuracy', 'highest'), got {best!r}"
         )
     if metric.startswith("eval/") and not any(metric.startswith(f"{name}/") for name in evaluations):
         raise ValueError(f"sf.run.loop: best={best!r}, and no evaluate= gives that metric")

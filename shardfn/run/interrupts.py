@@ -152,9 +152,8 @@ def refuse(save: Path | None) -> None:
     if reason and save is not None and _absolute(save) != folder:
         raise RuntimeError(
             f"sf.run.loop: the run before this one{f', in {folder},' if folder else ''} has ended early "
-            f"(run.ended == {reason!r}), and save={str(save)!r} is another run, which would begin from a state that is "
-            f"half trained and keep it: end the program where run.ended is not 'finished', and start it again, or let "
-            f"the first run finish before"
+            f"(run.ended == {reason!r}), and save={str(save)!r} would start another run from its half-trained state. "
+            f"Finish the first run, or end the program and start it again"
         )
 
 

@@ -206,8 +206,8 @@ def _start(run: LoopState, state: Any) -> tuple[Any, int, Path | None]:
     if path is None:
         if comes_later(state):
             raise ValueError(
-                "sf.run.loop: the state of an optimizer by from_torch is not complete before its first step, so "
-                "that no checkpoint of this run could be loaded: take one step first, and pass the state that it gives"
+                "sf.run.loop: the state of an optimizer by from_torch is not complete before its first step, so its "
+                "checkpoints could not be loaded. Take one step first, and pass the resulting state"
             )
         _refuse_nan(run, state, 0)
         saver.save(state, run.asked.start, run.history)
@@ -215,8 +215,8 @@ def _start(run: LoopState, state: Any) -> tuple[Any, int, Path | None]:
         return state, run.asked.start, None
     if not run.asked.resume:
         raise ValueError(
-            f"sf.run.loop: resume=False, and {path} is of a run already: pass another folder, delete it, or go on "
-            f"from it with resume=True"
+            f"sf.run.loop: resume=False, and {path} is of a run already: pass another folder, delete it, or "
+            f"continue from it with resume=True"
         )
     began = time.monotonic()
     state, head = loaded(path, state, saver.origin)

@@ -131,7 +131,7 @@ def chosen_rows(sampler: Sampler, epoch: int, num_rows: int, count: int | None) 
     """
     rows = np.asarray(list(sampler(epoch)))
     if rows.ndim != 1 or not len(rows) or rows.dtype.kind not in "iu" or rows.min() < 0 or rows.max() >= num_rows:
-        raise ValueError(f"sf.run.batches: sampler must give numbers of the source's {num_rows} rows, got other values")
+        raise ValueError(f"sf.run.batches: sampler must give numbers of the source's {num_rows} rows, got others")
     if count is not None and len(rows) != count:
         raise ValueError(
             f"sf.run.batches: sampler must give {count} rows in each epoch, as in the first, got {len(rows)} in epoch "

@@ -73,7 +73,7 @@ class Generators:
 
 
 def _module() -> Any:
-    """The torch module of the accelerator, or None if it is not in use: reading a state would initialise it."""
+    """The torch module of the accelerator, or None if it is not in use: reading a state would initialize it."""
     kind = devices.in_use()
     return None if kind is None else torch.get_device_module(kind)
 

@@ -67,7 +67,7 @@ class jsonl:
                 if line_step is None or line_step < last:
                     raise ValueError(
                         f"sf.run.jsonl: line {number} of {self.path} is not a run's metrics, and the file is left "
-                        f"as it is: pass the path of a new one, or of one that sf.run.jsonl has written"
+                        f"unchanged: pass the path of a new one, or of one that sf.run.jsonl has written"
                     )
                 if line_step <= step:
                     kept_bytes += len(line)

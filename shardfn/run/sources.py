@@ -56,13 +56,13 @@ class Columns:
             if not isinstance(leaf, (Tensor, np.ndarray)) or leaf.ndim == 0:
                 shown = "a tensor without dimensions" if isinstance(leaf, (Tensor, np.ndarray)) else described(leaf)
                 raise TypeError(
-                    f"{NAME}: {name} is {shown}; in a dict or tuple the leaves are tensors or arrays, whose dim 0 are "
-                    f"the rows. Rows that are objects go in a list, or in a data set with __len__ and __getitem__"
+                    f"{NAME}: {name} must be a tensor or an array with rows along dim 0, got {shown}. Pass rows that "
+                    f"are objects in a list, or in a data set with __len__ and __getitem__"
                 )
             if isinstance(leaf, Tensor) and leaf.device.type != "cpu":
                 raise ValueError(
-                    f"{NAME}: {name} is on {leaf.device}; keep what rows are read from on the CPU: batches come to the "
-                    f"mesh's device by themselves"
+                    f"{NAME}: {name} is on {leaf.device}; keep sources on the CPU: batches are moved to the mesh's "
+                    f"device automatically"
                 )
             if problem := _no_rows(leaf):
                 raise TypeError(f"{NAME}: {name} is {problem}")
@@ -124,9 +124,9 @@ def opened(source: Any) -> Any:
         source = Columns(source)
     if isinstance(source, IterableDataset) or not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
         raise TypeError(
-            f"{NAME}: the source, of type {class_name}, is no data set with __len__ and __getitem__, so no "
-            f"row of it can be found by its number. Files of rows are read by sf.run.Stream(files, read, lanes=...); "
-            f"a loader of yours can be iterated by itself, and sf.run.checked(loader, mesh, axes) compares its batches"
+            f"{NAME}: source must be a data set with __len__ and __getitem__, got {class_name}. For files of rows "
+            f"pass sf.run.Stream(files, read, lanes=...); iterate a loader of yours directly, or as "
+            f"sf.run.checked(loader, mesh, axes)"
         )
     if len(source) == 0:
         raise ValueError(f"{NAME}: the source, of type {class_name}, has no rows")
@@ -146,12 +146,12 @@ def portion(batch: int, places: int, axes: Sequence[str]) -> int:
     """The rows of a step at one place along the axes.
 
     Raises:
-        ValueError: the rows cannot be cut into equal parts.
+        ValueError: the rows cannot be split into equal parts.
     """
     if batch % places:
         near = [n for n in (batch // places * places, math.ceil(batch / places) * places) if n]
         raise ValueError(
-            f"{NAME}: batch={batch} rows a step cannot be cut into equal parts for {places} ranks along "
+            f"{NAME}: batch={batch} rows a step cannot be split into equal parts for {places} ranks along "
             f"{' x '.join(axes)}: say batch={' or '.join(map(str, near))}"
         )
     return batch // places

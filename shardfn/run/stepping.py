@@ -187,14 +187,14 @@ class Kinds:
         if self.tree != other.tree:
             raise ValueError(
                 "sf.run.loop: step returned a state of another structure than the run began with: "
-                f"{findings(_changes(self.tree, other.tree))}: the next step, and a checkpoint, could not go on from "
-                f"that"
+                f"{findings(_changes(self.tree, other.tree))}: the next step, and a checkpoint, could not continue "
+                f"from that"
             )
         for path, expected, returned in zip(self.tree.paths(), self.leaves, other.leaves, strict=True):
             if expected != returned and (expected, returned) not in _NUMBERS:
                 raise ValueError(
                     f"sf.run.loop: step returned another kind of state: {_dotted(path)} was "
-                    f"{expected}, and is {returned}: the next step, and a checkpoint, could not go on from that"
+                    f"{expected}, and is {returned}: the next step, and a checkpoint, could not continue from that"
                 )
 
 

@@ -1,6 +1,6 @@
 """Streams of rows from files that are read from the start, in an order that does not depend on the ranks.
 
-Each epoch deals the files to lanes anew. A lane reads its files one after the other, a block of rows at a time, and
+Each epoch deals the files to lanes again. A lane reads its files one after the other, a block of rows at a time, and
 shuffles each block. Each step takes equally many rows of every lane. So the rows of a step depend only on the seed, the
 lanes and the block; and a rank reads only the lanes that hold its rows.
 """
@@ -135,7 +135,7 @@ class Streamed:
         if workers > lanes:
             raise ValueError(
                 f"{NAME}: workers={workers}, and this rank reads {lanes} of the {self.stream.lanes} lanes of the "
-                f"stream, of which each worker needs one: say workers={lanes}, or let the stream have more lanes"
+                f"stream, and each worker needs a lane: pass workers={lanes}, or use more lanes"
             )
 
     @property

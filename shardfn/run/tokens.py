@@ -134,9 +134,9 @@ class TokenFile:
         with self.path.open("rb") as file:
             head = file.read(HEADER)
         if not head.startswith(MAGIC):
-            raise ValueError(f"{self.path} is no file of tokens, as sf.run.write_tokens makes them")
+            raise ValueError(f"{self.path} is not a file of tokens by sf.run.write_tokens")
         if len(head) < HEADER or zlib.crc32(head[16:]) != int.from_bytes(head[8:16], "little"):
-            raise ValueError(f"{self.path}: the header is damaged: write the file anew")
+            raise ValueError(f"{self.path}: the header is damaged: write the file again")
         facts = json.loads(head[16:])
         if facts["version"] != VERSION:
             raise ValueError(f"{self.path} is of version {facts['version']}, and this shardfn reads version {VERSION}")

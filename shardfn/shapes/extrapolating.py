@@ -1,8 +1,9 @@
 """The figures of a deep model's plan, from plans of shallow ones that differ in two layers.
 
-All blocks of a model are alike, so that from some depth on every two further ones add the same. What is held at a
-moment is linear in the number of blocks, and linear in which block it is: over the blocks between, it is largest at one
-of their ends. So the largest of what is held near the ends, each extrapolated, is the peak of the deep model.
+All blocks of a model are identical, so from some depth on every two further blocks add the same amount. The memory in
+use at a moment is linear in the number of blocks, and linear in the index of the block that runs; over the inner blocks
+it is largest at the first or the last. So the peak of the deep model is the largest of the extrapolated values near the
+ends.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ PERIOD = 2  # blocks after which all is as before: those of a ring take turns wi
 
 @dataclass(frozen=True)
 class PlanFigures:
-    """What a plan comes to.
+    """The main figures of a plan.
 
     Attributes:
         peak: bytes on the device at the peak, by kind.

@@ -1,4 +1,4 @@
-"""How a model is trained, and the plan of a step that does so: of a known shape, or of a configuration in a file."""
+"""Training settings for models of known shapes or configuration files, and the plans of their steps."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ OPTIMIZERS = ("adamw", "adamw8bit", "adafactor", "lion", "sgd")
 
 @dataclass(frozen=True)
 class Setting:
-    """How a model is trained.
+    """The settings of a training step: mesh, strategy, batch, dtypes and optimizer.
 
     Attributes:
-        mesh: sizes of the axes, in order: `replica` and `shard` cut the batch, `tensor` matrices.
+        mesh: sizes of the axes, in order: the batch is sharded over `replica` and `shard`, matrices over `tensor`.
         strategy: by any of its names.
-        remat: whether blocks keep their activations for backward (`"off"`), compute them again (`"on"`) or move them
-            to the host (`"offload"`).
+        remat: whether blocks keep their activations for backward (`"off"`), recompute them (`"on"`) or move them to the
+            host (`"offload"`).
         batch: sequences that a rank processes in a step.
-        micro: number of micro-batches into which these are cut.
+        micro: number of micro-batches into which these are split.
         sequence: tokens of a sequence; 0: as many as the model allows.
         dtype: in which stages compute, and parameters are gathered.
         kept: of parameters, gradients and state.
@@ -77,7 +77,7 @@ class Setting:
 
     @property
     def data(self) -> tuple[str, ...]:
-        """The axes that cut the batch."""
+        """The axes that shard the batch."""
         return tuple(name for name in self.mesh if name != "tensor")
 
     def placement(self) -> Placement:
@@ -88,8 +88,8 @@ class Setting:
         """
         if not self.data or not set(self.mesh) <= {"replica", "shard", "tensor"}:
             raise ValueError(
-                f"a mesh with axes {listed(map(repr, self.mesh))}: known models are cut over 'replica' and 'shard', "
-                f"and over 'tensor' besides, such as replica=128,shard=8"
+                f"a mesh with axes {listed(map(repr, self.mesh))}: known models are sharded over 'replica' and "
+                f"'shard', and also over 'tensor', such as replica=128,shard=8"
             )
         both = {"shard": "shard", "replica": "replica"}
         chosen = strategy(self.strategy, **({"shard": self.data[0]} if len(self.data) == 1 else both))
@@ -154,7 +154,7 @@ def planned_config(path: Path, setting: Setting, rank: int = 0) -> Plan:
     except ValueError as error:
         raise ValueError(f"{file} is not JSON: {error}") from error
     if not isinstance(told, dict) or "model_type" not in told:
-        raise ValueError(f"{file} has no model_type: it is no configuration of a model, as Hugging Face writes them")
+        raise ValueError(f"{file} has no model_type: it is not a Hugging Face model configuration")
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(file.parent if file.name == "config.json" else file)
@@ -199,7 +199,7 @@ def _planned(name: str, length: int, setting: Setting, rank: int, build: Callabl
     if setting.optimizer not in OPTIMIZERS:
         raise ValueError(f"there is no optimizer {short(repr(setting.optimizer))}; there are {listed(OPTIMIZERS)}")
     if setting.batch < 1 or setting.micro < 1 or setting.batch % setting.micro:
-        raise ValueError(f"a batch of {setting.batch} cannot be cut into {setting.micro} equal micro-batches")
+        raise ValueError(f"a batch of {setting.batch} cannot be split into {setting.micro} equal micro-batches")
     optimizer: Optimizer = getattr(optim, setting.optimizer)(1e-4)
     remat = {"off": False, "on": True, "offload": "offload"}[setting.remat]
     with planning(setting.ranks, rank, per_node=setting.per_node) as device:
@@ -231,5 +231,5 @@ def dtype_of(name: str) -> torch.dtype:
     """
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"{short(repr(name))} is no floating-point dtype; there are float32, bfloat16, float16")
+        raise ValueError(f"{short(repr(name))} must be float32, bfloat16 or float16")
     return dtype

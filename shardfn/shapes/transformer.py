@@ -1,4 +1,4 @@
-"""Transformers as pure functions of stages' parameters, cut over an axis for tensor parallelism or not."""
+"""Transformers as pure functions of stages' parameters, with optional tensor parallelism."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def loss_of(shape: Shape, tensor: AxisName = (), data: AxisName = (), **options:
     Args:
         shape: of the model.
         tensor: the axis that cuts matrices, and sequences between layers.
-        data: the axes that cut the batch.
+        data: the axes that shard the batch.
         **options: of the blocks' stage, and, except for `remat`, of the others.
 
     Raises:
-        ValueError: the model cannot be cut over `tensor`.
+        ValueError: the model cannot be sharded over `tensor`.
     """
     if tensor and shape.experts:
-        raise ValueError(f"{shape.name} has experts, which are not cut over {tensor!r} here: leave that axis out")
+        raise ValueError(f"{shape.name} has experts, which are not sharded over {tensor!r} here: leave that axis out")
     others = {name: value for name, value in options.items() if name != "remat"}
     first, last = stage(_embed(shape, tensor), **others), stage(_head(shape, tensor), **others)
     block = stage(_block(shape, tensor), **options)

@@ -1,4 +1,4 @@
-"""Where parameters live: placements, layouts and flat shards, and how trees are sharded, initialised and gathered.
+"""Sharded parameters: placements, layouts and flat shards, and functions that shard, initialize and gather trees.
 
 Imports `collectives` and what is below.
 """

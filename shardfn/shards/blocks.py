@@ -1,7 +1,7 @@
-"""Blocks of 256 elements, with one number each: they belong to a parameter, wherever ranks cut it.
+"""Blocks of 256 elements of a parameter, each with one value, such as the scale of an 8-bit optimizer state.
 
-Blocks begin where the parameter begins, so they are the same for any number of ranks. If ranks share a block, `agreed`
-gives it the same number on all of them.
+Blocks begin where the parameter begins, so they are the same for any number of ranks. A block may be on several ranks:
+`agreed` gives it the same value on all of them.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ CHUNK = 2**16  # elements processed at a time on a CPU, so that they stay in a c
 
 
 class BlockRun(NamedTuple):
-    """Consecutive whole blocks of a unit, or this rank's part of a single block.
+    """Consecutive blocks that this rank holds in full, or its part of a single block.
 
     Attributes:
         start: first element in the unit.
-        stop: behind the last element.
+        stop: one past the last element.
         at: index of the first block among the unit's blocks on this rank.
         blocks: number of blocks.
-        shared: index among the blocks that several ranks share; -1 if the block is whole on this rank.
+        shared: index among the blocks that several ranks share; -1 if this rank holds the full block.
     """
 
     start: int
@@ -51,10 +51,10 @@ Runs = tuple[BlockRun, ...]
 
 
 class Blocks(Piece):
-    """One number for each block of which this rank has elements: a pytree node with one leaf.
+    """One value for each block of which this rank has elements: a pytree node with one leaf.
 
-    A checkpoint stores them under the parameter's name, as `[blocks]`, or as `[*parts, blocks]` where tensor-parallel
-    axes cut the parameter, as each part has its own blocks.
+    A checkpoint stores them under the parameter's name, as `[blocks]`, or under tensor parallelism as
+    `[*parts, blocks]`, as each part has its own blocks.
 
     Attributes:
         values: the numbers, `[blocks]`; the other attributes say which elements they belong to.
@@ -117,7 +117,7 @@ def _runs(layout: Layout | None, entries: tuple[int, ...], start: int, stop: int
 
 @functools.lru_cache(maxsize=4096)
 def _shared(layout: Layout, entries: tuple[int, ...]) -> dict[tuple[int, int], int]:
-    """The blocks that pieces cut, `(parameter, block)`, numbered alike on all ranks."""
+    """The blocks that are on several ranks, as `(parameter, block)`, with the same numbers on all ranks."""
     numbers: dict[tuple[int, int], int] = {}
     for index in range(layout.size):
         for number, low, _, _ in layout.cuts[index]:
@@ -127,7 +127,7 @@ def _shared(layout: Layout, entries: tuple[int, ...]) -> dict[tuple[int, int], i
 
 
 def chunks(unit: Unit, start: int, stop: int, max_elements: int) -> list[Runs]:
-    """The blocks between two elements of a unit, in chunks of `most` elements; a shared block is a chunk of its own."""
+    """The blocks between two elements of a unit, in chunks of `max_elements`; each shared block is one chunk."""
     key = unit.layout, unit.entries, unit.start, unit.stop
     return _chunks(*key, process_groups.global_rank(), start, stop, max_elements)
 
@@ -182,7 +182,7 @@ def times(x: Tensor, numbers: Tensor, parts: Runs) -> Tensor:
 
 
 def spread(numbers: Tensor, parts: Runs, elements: Tensor) -> Tensor:
-    """The number of each element's block, for `len(like)` elements from the first run's first element on."""
+    """Each element's block value, for `len(elements)` elements from the first run's first element."""
     rows: list[Tensor] = []
     last, first_block = parts[0].start if parts else 0, parts[0].at if parts else 0
     first = last
@@ -252,7 +252,7 @@ class BlockShare(NamedTuple):
         number: index of the parameter in the layout.
         offsets: where the part begins in the tensor of all blocks.
         start: first of the node's numbers in the part.
-        stop: behind the last.
+        stop: one past the last.
     """
 
     number: int
@@ -268,7 +268,7 @@ def whole_shape(layout: Layout, number: int) -> tuple[int, ...]:
 
 
 def parts(node: Blocks, rank: int, is_owner: bool) -> list[BlockShare]:
-    """A rank's part of each parameter's blocks; with `mine`, without blocks whose first element another rank holds.
+    """A rank's part of each parameter's blocks; with `is_owner`, only blocks whose first element it holds.
 
     Parameters without elements have a part at their position.
     """

@@ -40,13 +40,13 @@ class Box:
         return None if any(n <= 0 for n in sizes) else Box(low, sizes)
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """The slices that select this box from the array that `outer` cuts out."""
+        """The slices that select this box from the part of the array that is `outer`."""
         starts = (a - b for a, b in zip(self.offsets, outer.offsets, strict=True))
         return tuple(slice(start, start + n) for start, n in zip(starts, self.sizes, strict=True))
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """The box of a whole array."""
+    """The box of a full array."""
     return Box((0,) * len(shape), tuple(shape))
 
 
@@ -77,7 +77,7 @@ def _in_row(number: int, shape: Sequence[int], start: int, stop: int) -> Iterato
 
 
 def steps(box: Box, max_elements: int, start: int = 0, stop: int | None = None) -> Iterator[Box]:
-    """Elements `start` to `stop` of a box as boxes of at most `most` elements; an empty box is yielded as it is."""
+    """Elements `start` to `stop` of a box as boxes of at most `max_elements`; an empty box is yielded unchanged."""
     if box.numel == 0:
         yield box
     for low in range(start, box.numel if stop is None else stop, max(1, max_elements)):
@@ -107,7 +107,7 @@ def span(box: Box, shape: Sequence[int]) -> tuple[int, int]:
 
 
 def flaw(shape: Ints, parts: Sequence[Box]) -> str:
-    """Why boxes are not a partition of an array, as text; "" if they are."""
+    """A message for boxes that are not a partition of an array; "" if they are."""
     if not parts:
         return "it has no parts"
     for box in parts:

@@ -1,6 +1,4 @@
-"""Initialises parameters from functions that draw them: whole on one process, or one stage at a time and sharded at
-once.
-"""
+"""Initializes parameters from functions that draw them: unsharded on one process, or one stage at a time, sharded."""
 
 from __future__ import annotations
 
@@ -29,13 +27,13 @@ Fill = Callable[[str, Tensor, torch.Generator], Tensor]
 
 @api_boundary
 def init(makers: Any, seed: int, *, fill: Fill | None = None) -> Any:
-    """Whole parameters from a tree of makers; on one process the same as `init_sharded` gives on many.
+    """The full parameters from a tree of makers, equal to those that `init_sharded` makes on any mesh.
 
     Args:
         makers: a pytree whose leaves are tensors, and functions of a `torch.Generator` that return tensors or pytrees
             of tensors.
-        seed: any int. Each maker draws from a generator of its own, seeded from the seed and the maker's path, even
-            where it passes no generator; torch's own generators stay as they are.
+        seed: any int. Each maker draws from its own generator, seeded from the seed and the maker's path, even where it
+            passes no generator to torch; torch's default generators stay unchanged.
         fill: `(path, tensor, generator) -> tensor`, for leaves on the meta device: returns a tensor of the same shape
             and dtype, with values. For a `quant.Packed` it gets the parameter, which is then quantized.
 
@@ -45,8 +43,8 @@ def init(makers: Any, seed: int, *, fill: Fill | None = None) -> Any:
     Raises:
         RuntimeError: a maker seeds torch's own generators.
         TypeError: a leaf is neither a tensor nor a function; the seed is not an int; `fill` returned no tensor, or one
-            of another dtype.
-        ValueError: `fill` returned a tensor of another shape.
+            of a different dtype.
+        ValueError: `fill` returned a tensor of a different shape.
 
     Example:
         >>> import torch
@@ -69,14 +67,13 @@ def init_sharded(
     frozen: Which = (),
     specs: Specs = P(),  # noqa: B008
 ) -> Any:
-    """Parameters made one stage at a time and sharded at once, so that a rank never holds more than one stage whole.
+    """Parameters made and sharded one stage at a time, so that a rank holds at most one full stage.
 
     The same seed gives the same parameters on any mesh, and as `init(makers, seed)`.
 
     Args:
         makers: as for `init`: `{"embed": init_embed, "blocks": [init_block] * 8, "head": init_head}`. A function that
-            makes
-            several stages makes them whole: give each stage its own function.
+            makes several stages makes them unsharded: give each stage its own function.
         seed: any int, the same on every rank.
         mesh: as for `shard`, like the arguments that follow.
         strategy: as for `shard`.
@@ -150,7 +147,7 @@ def _drawn(make: Make, path: str, seed: int) -> Any:
 
 
 class _Shapes(TorchFunctionMode):
-    """A mode in which new tensors have no data, on the meta device, and random ops need no generator."""
+    """A mode that puts new tensors on the meta device, without data; random ops there ignore generators."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         arguments = {name: value for name, value in (kwargs or {}).items() if name != "generator"}

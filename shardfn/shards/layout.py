@@ -1,7 +1,8 @@
-"""How a stage's parameters lie in one flat buffer, and this rank's piece of that buffer.
+"""Layouts and flat shards: a stage's parameters in one flat buffer, and this rank's part of it.
 
-Parameters of one dtype follow each other, each aligned to 64 bytes, and the buffer is cut into equal contiguous pieces.
-So gathering the pieces gives the parameters themselves: each is a view, and nothing is copied.
+As in FSDP's `FlatParameter`, the parameters of one dtype follow each other in a buffer, each aligned to 64 bytes, and
+each rank holds an equal contiguous piece of it. So an all-gather of the pieces yields the parameters as views, without
+copies.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Entry:
         path: the keys from the root of the whole tree, joined by dots; an empty key adds nothing: `blocks.0.attn.q`.
         leaves: indices of the leaves of the stage's tree; several, if one tensor is at several places.
         shape: shape of this rank's value.
-        spec: how other axes than the buffer's cut that value from the whole parameter.
+        spec: the sharding of the full parameter over axes other than the buffer's, such as tensor parallelism.
         offset: position of its first element in the buffer.
     """
 
@@ -66,7 +67,7 @@ def _geometry(*places: Any) -> Any:
 
 
 def _unused(used: Iterable[tuple[int, int]], length: int) -> tuple[tuple[int, int], ...]:
-    """First element and length of each gap between the taken ranges, `(start, stop)` in order."""
+    """First element and length of each gap between the used ranges, `(start, stop)` in order."""
     gaps, end = [], 0
     for start, stop in (*used, (length, length)):
         if start > end:
@@ -77,10 +78,10 @@ def _unused(used: Iterable[tuple[int, int]], length: int) -> tuple[tuple[int, in
 
 @dataclass(frozen=True)
 class Range:
-    """Elements `start` to `stop`, in row-major order, of the value of parameter `path` that a rank computes with.
+    """Elements `start` to `stop`, in row-major order, of parameter `path` as a rank's stages compute with it.
 
-    That value has shape `shape` and begins at index `corner` of the whole parameter. It is the whole parameter, and
-    `corner` all zeros, unless other axes cut the parameter too.
+    A rank's value of the parameter has shape `shape` and begins at index `corner` of the full parameter. Without tensor
+    parallelism it is the full parameter, and `corner` is all zeros.
     """
 
     path: str
@@ -92,7 +93,7 @@ class Range:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Everything about a flat shard except its values; static and hashable.
+    """The static description of a flat shard: all about it except its values; hashable.
 
     Attributes:
         stage: path of the stage in the whole tree, joined by dots.
@@ -100,9 +101,9 @@ class Layout:
         entries: the parameters in the buffer.
         dtype: dtype of the parameters.
         trainable: whether they get gradients.
-        placement: the axes that cut and replicate the buffer.
+        placement: the axes over which the buffer is sharded and replicated.
         grid: the mesh's axes and ranks.
-        room: elements of the whole buffer, if it is larger than necessary; else 0.
+        room: elements of the full buffer, if it is larger than necessary; else 0.
     """
 
     stage: str
@@ -140,9 +141,9 @@ class Layout:
 
     @cached_property
     def piece(self) -> int:
-        """Elements of one rank's piece. The last piece ends in at least 64 unused bytes.
+        """Elements of one rank's piece. The last piece ends in at least 64 unused bytes, for tags and marks.
 
-        It is divisible among the replicas too, so that the buffer has the same size however it is placed on these axes.
+        It also divides by the number of replicas, so that every placement on these axes has the same buffer size.
         """
         if self.room:
             return self.room // self.size
@@ -156,7 +157,7 @@ class Layout:
 
     @property
     def padded(self) -> int:
-        """Elements of the whole buffer."""
+        """Elements of the full buffer."""
         return self.piece * self.size
 
     @cached_property
@@ -188,7 +189,7 @@ class Layout:
 
     @cached_property
     def splits(self) -> tuple[list[int], list[int]]:
-        """The lengths into which the whole buffer is split, and the indices of those parts that are entries."""
+        """Lengths for `Tensor.split` of the full buffer, and the indices of the parts that are entries."""
         lengths, chosen, end = [], [], 0
         for entry in self.entries:
             if entry.offset > end:
@@ -200,17 +201,17 @@ class Layout:
 
     @cached_property
     def geometry(self) -> Any:
-        """The places of the parameters in the buffer, without their names; the same object if they are equal."""
+        """The positions and shapes of the parameters in the buffer, as an object that equal layouts share."""
         return _geometry(tuple((entry.offset, entry.shape) for entry in self.entries), self.padded)
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """Each parameter as a view of the whole buffer `[padded]`, in the order of the entries."""
+        """Each parameter as a view of the full buffer `[padded]`, in the order of the entries."""
         lengths, chosen = self.splits
         parts = buffer.split(lengths)
         return [parts[i].view(entry.shape) for i, entry in zip(chosen, self.entries, strict=True)]
 
     def here(self, rank: int) -> bool:
-        """Whether a rank is at a position of `only_at` where the parameters live; other ranks hold nothing of them."""
+        """Whether a rank is at the `only_at` positions, and so holds a piece; other ranks hold none."""
         return all(self.grid.index(rank, name) == position for name, position in self.placement.only_at)
 
     def index(self, rank: int) -> int:
@@ -228,18 +229,18 @@ class Layout:
 
     @cached_property
     def secondary(self) -> Layout | None:
-        """Layout of the copy that backward gathers from, or None; this layout's pieces are parts of its pieces."""
+        """Layout of the larger shards from which backward gathers, or None; its pieces contain this layout's pieces."""
         secondary = self.placement.secondary
         return None if secondary is None else self.placed(secondary)
 
     def placed(self, placement: Placement) -> Layout:
-        """The same buffer with another placement."""
+        """The layout of the same buffer with a different placement."""
         if placement == self.placement:
             return self
         return replace(self, placement=placement)
 
     def alone(self, places: tuple[tuple[str, int], ...]) -> Layout:
-        """The same pieces, as seen by the ranks at these positions, which run independently along these axes."""
+        """The layout of the same pieces for the ranks at these positions, which run independently along these axes."""
         names = {name for name, _ in places}
         placement = self.placement.without(names)
         only_at = (*placement.only_at, *(place for place in places if place[0] not in placement.only_at_axes))
@@ -257,7 +258,7 @@ class Layout:
 
     @property
     def coarse(self) -> bool:
-        """Whether parameters are large enough to be worth moving one by one."""
+        """Whether parameters are large enough on average to be sent one by one, rather than as one buffer."""
         return self.total * self.dtype.itemsize >= COARSE * len(self.entries)
 
     @cached_property
@@ -270,7 +271,7 @@ class Layout:
         return self.packed.get(self.entries[number].leaves[0])
 
     def meant_shape(self, number: int) -> tuple[int, ...]:
-        """Shape of the whole parameter as a function sees it, also of a quantized one."""
+        """Shape of the full parameter as a function sees it; of a quantized one, after decoding."""
         packed = self.packed_at(number)
         return self.whole_shape(number) if packed is None else packed.shape
 
@@ -286,7 +287,7 @@ class Layout:
         ]
 
     def ranges(self, rank: int) -> list[Range]:
-        """Which elements of which parameters the global rank `rank` holds."""
+        """The ranges of parameters that the global rank `rank` holds."""
         ranges = []
         for number, low, high, _ in self.cuts_of(rank):
             entry = self.entries[number]
@@ -294,11 +295,11 @@ class Layout:
         return ranges
 
     def whole_shape(self, number: int) -> tuple[int, ...]:
-        """Shape of the whole parameter, of whose value ranks may have parts."""
+        """Shape of the full parameter, before `spec` shards it."""
         return tuple(n * k for n, k in zip(self.entries[number].shape, self.parts(number), strict=True))
 
     def parts(self, number: int) -> tuple[int, ...]:
-        """Number of parts into which `spec` cuts each dimension of a parameter; a rank's value is one of them."""
+        """Number of parts into which `spec` splits each dimension of a parameter; a rank's value is one of them."""
         entry = self.entries[number]
         cuts = [self.grid.size(names) for names in entry.spec.by_dim()]
         return (*cuts, *(1,) * (len(entry.shape) - len(cuts)))
@@ -310,7 +311,7 @@ class Layout:
         return (*places, *(0,) * (len(entry.shape) - len(places)))
 
     def cut_axes(self, number: int) -> tuple[str, ...]:
-        """Axes along which ranks hold different elements of a parameter, or some hold none; in the mesh's order."""
+        """Axes along which ranks hold different elements of a parameter, or some ranks none; in the mesh's order."""
         return self._axes[number][0]
 
     def same_axes(self, number: int) -> tuple[str, ...]:
@@ -325,7 +326,7 @@ class Layout:
         return tuple((tuple(n for n in names if n in cut), tuple(n for n in names if n not in cut)) for cut in cuts)
 
     def corner(self, number: int, rank: int) -> tuple[int, ...]:
-        """Index in the whole parameter at which a rank's value begins."""
+        """Index in the full parameter at which a rank's value begins."""
         return tuple(i * length for i, length in zip(self.part(number, rank), self.entries[number].shape, strict=True))
 
     def __str__(self) -> str:
@@ -371,8 +372,8 @@ def _refused(problem: str) -> Callable[..., Any]:
 class FlatShard:
     """This rank's piece of a stage's parameters: a pytree node with one tensor leaf.
 
-    Any `tree_map` over a tree of parameters (an optimizer, a moving average, a norm) is therefore one operation per
-    stage. The values are not checked until a stage, or `unshard`, uses them.
+    So any `tree_map` over a tree of parameters (an optimizer, a moving average, a norm) is one operation per stage. The
+    values are not checked until a stage, or `unshard`, uses them.
 
     While a flat shard exists, its mesh stays alive, with its process groups and the buffers that its stages share.
 
@@ -397,7 +398,7 @@ class FlatShard:
 
     @property
     def spec(self) -> P:
-        """The spec for `shard_map`: a vector that is cut over the layout's axes."""
+        """The spec for `shard_map`: a vector that is sharded over the layout's axes."""
         return P(self.layout.placement.axes)
 
     def __repr__(self) -> str:
@@ -436,14 +437,14 @@ class FlatShard:
 
 
 def local_parameters(flat: FlatShard) -> dict[str, Tensor]:
-    """This rank's elements of each parameter of a flat shard, by path.
+    """The elements of each parameter that this rank holds in a flat shard, by path.
 
     Args:
         flat: the shard.
 
     Returns:
         Vectors of elements in row-major order, views of `flat.values` in its dtype. `flat.layout.ranges(rank)` says
-        which elements they are. Parameters of which this rank holds nothing are left out.
+        which elements they are. Parameters of which this rank holds no elements are left out.
 
     Example:
         ``largest = {name: part.abs().max() for name, part in local_parameters(params["head"]).items()}``

@@ -1,4 +1,4 @@
-"""Splits trees by a rule and combines them again, such as what is trained and what is frozen."""
+"""Splits trees by a rule, such as into trained and frozen parameters, and combines them again."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def partition(tree: Any, predicate: Which) -> tuple[Any, Any]:
     """Two trees of one structure: the chosen parameters, and the rest, each with None in place of the other's leaves.
 
     Gradients, an optimizer's `init` and its `step` leave None out, so parameters that are not passed to them are
-    frozen: they have no gradients and no state. `torch.func` treats None as a parameter, and refuses it: see `pruned`.
+    frozen: they have no gradients and no state. `torch.func` raises an error for a None: see `pruned`.
 
     Args:
         tree: a pytree of tensors, flat shards and anything else, which goes to the rest.
         predicate: which parameters: a regular expression that matches the whole path, such as `blocks.0.attn.q`,
-            several of them, or a function of a path and a whole shape.
+            several of them, or a function of a path and a full shape.
 
     Returns:
         `(chosen, rest)`; `combine(chosen, rest)` is the tree.
@@ -117,7 +117,7 @@ def pruned(tree: Any) -> dict[str, Any]:
 
 
 def with_leaves(leaves: Sequence[T], indices: Iterable[int], replacements: Iterable[T]) -> list[T]:
-    """A copy of `leaves` with others at the indices `at`."""
+    """A copy of `leaves` with `replacements` at the given indices."""
     replaced = list(leaves)
     for i, leaf in zip(indices, replacements, strict=True):
         replaced[i] = leaf
@@ -146,7 +146,7 @@ def _places(tree: Any) -> _FlatTree:
 
 
 def _different(trees: Sequence[_FlatTree]) -> str:
-    """Why trees do not fit together."""
+    """The message for trees that cannot be combined."""
     if all(tree.by_path for tree in trees):
         return (
             "combine: each tree is a dict of another structure, with keys that the others lack, so nothing says what "
@@ -179,8 +179,8 @@ def _chosen(path: str, leaf: Any, predicate: Chosen) -> bool:
         chosen = next(path for path, answer in answers.items() if answer)
         rejected = next(path for path, answer in answers.items() if not answer)
         raise ValueError(
-            f"partition: stage {leaf.layout.stage!r} has parameters in one buffer of which the rule chooses some, such "
-            f"as {chosen}, but not {rejected}: keep them in two, by shard(..., frozen=[...]) or a strategy that is a "
-            f"function"
+            f"partition: stage {leaf.layout.stage!r} has one buffer for parameters that the rule chooses, such as "
+            f"{chosen}, and others, such as {rejected}. Keep them in two, by shard(..., frozen=[...]) or a strategy "
+            f"that is a function"
         )
     return any(answers.values())

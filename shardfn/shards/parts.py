@@ -1,6 +1,7 @@
-"""Plain tensors that are parts of sharded ones, as specs of `shard_map` have said; nothing else tells them apart.
+"""A registry of plain tensors that are local shards, by the specs of `shard_map`.
 
-What needs whole tensors, such as a norm, refuses these. Elementwise work does not ask.
+The tensors themselves do not say so. Functions that need full tensors, such as a norm, raise an error for these;
+elementwise functions do not check.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from shardfn.mesh.spec import Leaf, P
 from shardfn.shards.pieces import Units
 
 PARTS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""The spec of each part that is alive."""
+"""The spec of each such tensor, while it is alive."""
 
 
 Parts = tuple[tuple[int, P], ...]
-"""Which leaves of a flattened tree are parts, and their specs."""
+"""Indices of the leaves of a flattened tree that are parts, with their specs."""
 
 
 def note_parts(flat: list[Any], leaves: list[Leaf], values: list[Any], mesh: DeviceMesh) -> Parts:
-    """Notes which plain tensors are parts; returns those of a flattened tree.
+    """Registers the plain tensors that are parts; returns those of a flattened tree.
 
     Args:
         flat: the flattened tree.
         leaves: its tensors and flat shards, with their specs.
-        values: what a function gets for them.
+        values: the values that a function gets for them.
         mesh: the mesh of the specs.
     """
     specs = {}
@@ -42,13 +43,13 @@ def note_parts(flat: list[Any], leaves: list[Leaf], values: list[Any], mesh: Dev
 
 
 def note_again(parts: Parts | None, flat: list[Any]) -> None:
-    """Notes parts in a flattened tree like an earlier one."""
+    """Registers the parts of a flattened tree with the structure of an earlier one."""
     for i, spec in parts or ():
         PARTS[flat[i]] = spec
 
 
 def note_gradients(leaves: Sequence[Tensor], aliases: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Notes for those that are parts, or whose aliases a function has used as parts, that their gradients are parts."""
+    """Registers gradients of parts as parts; a leaf is also a part if a function has used its alias as one."""
     for leaf, alias, gradient in zip(leaves, aliases, gradients, strict=True):
         spec = PARTS.get(alias) or PARTS.get(leaf)
         if spec is not None:
@@ -56,7 +57,10 @@ def note_gradients(leaves: Sequence[Tensor], aliases: Sequence[Tensor], gradient
 
 
 def has_parts() -> bool:
-    """Whether any part is alive. A function, since optimizers' own functions may be pickled with what they name."""
+    """Whether any part is alive.
+
+    A function, so that optimizers' functions do not name `PARTS`: they may be pickled together with what they name.
+    """
     return bool(PARTS)
 
 

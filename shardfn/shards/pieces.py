@@ -1,4 +1,7 @@
-"""Parameters as an optimizer sees them: this rank's elements, and the parameters to which they belong."""
+"""Parameters as an optimizer sees them: vectors of this rank's elements, with the parameters they belong to.
+
+A `Unit` is one leaf of a tree of parameters: a flat shard, a `Piece` of one, or a plain tensor.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +33,12 @@ class Segment:
 
     Attributes:
         path: path of the parameter.
-        whole: shape of the parameter.
-        shape: shape of the value that they are part of, which tensor-parallel axes may have cut from the parameter.
-        corner: index in the parameter at which that value begins.
+        whole: shape of the full parameter.
+        shape: shape of a rank's value of it, which is smaller under tensor parallelism.
+        corner: index in the full parameter at which that value begins.
         first: row-major index of the first element in that value.
         start: first position in the vector.
-        stop: position behind the last.
+        stop: one past the last position.
     """
 
     path: str
@@ -53,9 +56,9 @@ class Piece:
     Attributes:
         values: the elements.
         layout: layout of the flat shard.
-        entries: indices of the parameters in the layout, on every rank the same.
+        entries: indices of the parameters in the layout, the same on every rank.
         start: first element.
-        stop: behind the last element; the same as `start` where this rank holds none.
+        stop: one past the last element; equal to `start` where this rank holds none.
     """
 
     __slots__ = ("entries", "layout", "start", "stop", "values")
@@ -134,7 +137,7 @@ class Unit(NamedTuple):
         return Piece(values, self.layout, entries, self.start + start, self.start + stop)
 
     def like(self, values: Any) -> Any:
-        """A node of the same kind as the leaf was, with other values."""
+        """A node of the leaf's kind (flat shard, piece or tensor) with the given values."""
         if self.layout is None:
             return values
         local_length, n = self.layout.held(process_groups.global_rank()), len(self.layout.entries)
@@ -155,11 +158,11 @@ class Units(NamedTuple):
     tree: optree.PyTreeSpec
 
     def rebuilt(self, leaves: Iterable[Any]) -> Any:
-        """A tree of the same structure, with other leaves."""
+        """A tree of the same structure with the given leaves."""
         return optree.tree_unflatten(self.tree, list(leaves))
 
     def like(self, values: Iterable[Any]) -> Any:
-        """A tree of the same structure, with other values."""
+        """A tree of the same structure, with leaves of the same kinds that have the given values."""
         return self.rebuilt(unit.like(x) for unit, x in zip(self.each, values, strict=True))
 
     def beside(self, tree: Any) -> list[Any]:
@@ -176,7 +179,7 @@ def units(tree: Any) -> Units:
 
 
 def names_of(leaves: Sequence[Any], spec: optree.PyTreeSpec) -> tuple[str, ...]:
-    """The name of each leaf of a tree: the path of the stage that it is or is a part of, or its own."""
+    """The name of each leaf: the path of the stage that it belongs to, or its own path."""
     places = ((x.layout, x.entries if type(x) is Piece else None) if is_unit(x) else None for x in leaves)
     return _names(spec, tuple(places))
 
@@ -185,10 +188,10 @@ def names_of(leaves: Sequence[Any], spec: optree.PyTreeSpec) -> tuple[str, ...]:
 def _names(
     spec: optree.PyTreeSpec, leaves: tuple[tuple[Layout, tuple[int, ...] | None] | None, ...]
 ) -> tuple[str, ...]:
-    """Names, by the layout and parameters of each leaf, or None for one that is no part of a stage.
+    """The names of leaves, from the layout and parameters of each, or None for a leaf outside of stages.
 
-    A name is as the tree that was sharded has it, after what leads to that tree if it is a part of this one; or, where
-    two parameters would then have one name, as this tree has it.
+    A stage keeps its path in the tree that was sharded. If that tree is a subtree of this one, the path to it is put in
+    front. If two parameters would get the same name, leaves are named by their paths in this tree.
     """
     tokens = list(map(keys_of, spec.accessors()))
     names, parameters = [joined_path(*keys) for keys in tokens], []
@@ -216,9 +219,9 @@ def _stage_at(keys: tuple[Any, ...], layout: Layout) -> str:
 
 
 def split_keys(keys: tuple[Any, ...], layout: Layout) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The keys before the node's stage, and those of the stage, leaving out a key that marks a buffer.
+    """The keys before the node's stage, and those of the stage, without a key that names a buffer of the stage.
 
-    All of them are before it if the stage's own are not among them.
+    If the keys do not contain the stage's path, all of them count as before it.
     """
     stage = layout.stage
     for i, key in enumerate(keys):
@@ -329,7 +332,7 @@ def stretches(unit: Unit, key: Callable[[str, tuple[int, ...]], Any]) -> list[tu
 
 
 def spread(unit: Unit) -> list[tuple[tuple[str, ...], str, tuple[int, ...]]]:
-    """Each parameter of a unit, wherever its elements are: the axes that cut it, its path, and its whole shape."""
+    """Each parameter of a unit on all ranks: the axes over which it is sharded, its path, and its full shape."""
     if unit.layout is None:
         (segment,) = unit.segments
         return [((), segment.path, segment.whole)]
@@ -387,7 +390,7 @@ def copied(unit: Unit, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def zeros(x: Tensor) -> Tensor:
-    """Zeros like a tensor; on the meta device left empty, which spares torch an import."""
+    """Zeros like a tensor; on the meta device an empty tensor, as `zeros_like` would import much of torch."""
     return x.new_empty(x.shape) if x.is_meta else torch.zeros_like(x)
 
 
@@ -395,7 +398,7 @@ def pairs(leaves: Units, grads: Any) -> list[tuple[Unit, Tensor | None]]:
     """Each unit with its gradient, in the parameter's dtype; None if there is none.
 
     Raises:
-        ValueError: a gradient of another shape or layout.
+        ValueError: a gradient of a different shape or layout.
     """
     pairs: list[tuple[Unit, Tensor | None]] = []
     for unit, node in zip(leaves.each, leaves.tree.flatten_up_to(grads), strict=True):

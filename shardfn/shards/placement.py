@@ -1,7 +1,7 @@
-"""Placements: over which axes parameters, gradients and optimizer state are cut, and what is kept.
+"""Placements: the axes over which parameters, gradients and optimizer state are sharded, and their memory tiers.
 
-A strategy is a `Placement`. The functions here make the placements that have names; users may write their own.
-`strategy` finds them by the names of other libraries.
+A strategy is a `Placement`, or a function that returns one for each parameter. The functions here return the placements
+that have names, such as `full_shard`; users may write their own. `strategy` finds them by the names of other libraries.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Tier = Literal["device", "host", "disk"]
 
 
 class Tiers(NamedTuple):
-    """Where parameters, gradients and state are kept: on the device, in the memory of its host, or on disk."""
+    """The memory tiers of parameters, gradients and optimizer state: the device, its host's memory, or disk."""
 
     params: Tier = "device"
     grads: Tier = "device"
@@ -36,18 +36,18 @@ class Tiers(NamedTuple):
 
 @dataclass(frozen=True, init=False)
 class Placement:
-    """How a buffer of parameters, its gradient and its optimizer state are spread over a mesh.
+    """The sharding of a buffer of parameters, its gradient and its optimizer state over a mesh.
 
     Attributes:
-        axes: axes along which parameters are cut into equal pieces, major to minor. Default: none, parameters are
-            whole.
-        replicas: axes along which parameters are the same and ranks work on different data: gradients are summed over
+        axes: axes over which parameters are sharded into equal pieces, major to minor. Default: none, parameters are
+            unsharded.
+        replicas: axes over which parameters are replicated and ranks work on different data: gradients are summed over
             them.
         reshard: when gathered parameters are freed. True: after forward, and backward gathers again; False: after
-            backward; `"step"`: after the whole step, with all its micro-batches; some axes, the first of `axes`: after
-            forward, except a copy that is cut over these axes only, from which backward gathers.
-        gradients: axes along which the gradients of `value_and_grad` *and the optimizer state* are cut: `axes` first,
-            then some of `replicas`. Default: `axes`.
+            backward; `"step"`: after the step, with all its micro-batches; some axes, the first of `axes`: after
+            forward, except a copy that is sharded over these axes only, from which backward gathers.
+        gradients: axes over which the gradients of `value_and_grad` *and the optimizer state* are sharded: `axes`
+            first, then some of `replicas`. Default: `axes`.
         hierarchical: whether to gather one axis after another, starting with the last, with the slowest links.
         only_at: positions of axes; only ranks there hold the parameters, such as `(("pipe", 1),)`; see `at`.
         gather: format in which floating-point parameters are sent, such as `quant.int8()`; see `stage`.
@@ -116,7 +116,7 @@ class Placement:
         if first != self.axes or not set(rest) <= set(self.replicas) or len(set(rest)) < len(rest):
             raise ValueError(
                 f"a strategy with axes={self.axes} and replicas={self.replicas} has gradients={self.gradients}: they "
-                f"are cut along the axes, in this order, and then along some replicas"
+                f"must be the axes, in this order, and then some replicas"
             )
         kept_axes = self.reshard if isinstance(self.reshard, tuple) else self.axes
         if kept_axes != self.axes[: len(kept_axes)] or self.reshard not in (True, False, "step", kept_axes):
@@ -126,11 +126,11 @@ class Placement:
 
     @property
     def keep(self) -> Keep:
-        """What is kept from forward to backward: nothing, everything, or a copy that is cut over some axes."""
+        """The gathered parameters kept for backward: none, all, or the axes over which the kept copy is sharded."""
         return keep_of(self.reshard)
 
     def resharding(self, reshard: Reshard) -> Placement:
-        """The same with another `reshard`: `full_shard("shard").resharding("step")` gathers once for a whole step."""
+        """The same with a different `reshard`: `full_shard("shard").resharding("step")` gathers once for a step."""
         return replace(self, reshard=reshard)
 
     @property
@@ -146,13 +146,13 @@ class Placement:
     def at(self, **positions: int) -> Placement:
         """The same, but only on the ranks at these positions: `full_shard("shard").at(pipe=1)`.
 
-        Other ranks hold none of the parameters, and do not call their stage. So every rank of a pipelined model has the
-        same tree, with the same names and shapes.
+        Ranks at other positions hold none of the parameters, and do not call their stage. So every rank of a pipelined
+        model has the same tree, with the same names and shapes.
         """
         return replace(self, only_at=(*self.only_at, *positions.items()))
 
     def on(self, *, params: Tier | None = None, grads: Tier | None = None, state: Tier | None = None) -> Placement:
-        """The same, kept elsewhere than on the device: `full_shard("shard").on(params="host", state="disk")`.
+        """The same, on other memory tiers than the device: `full_shard("shard").on(params="host", state="disk")`.
 
         Args:
             params: where a rank's pieces of parameters are: `"device"`; `"host"`, the memory of the host; or `"disk"`,
@@ -160,7 +160,7 @@ class Placement:
             grads: where gradients go as backward computes them.
             state: where the optimizer's state is; a step streams it through memory, a range at a time.
 
-        Arguments that are left out stay as they are. On a CPU mesh the host is the device, so `"host"` changes nothing.
+        Tiers that are left out stay unchanged. On a CPU mesh the host is the device, so `"host"` changes nothing.
 
         Raises:
             ValueError: there is no such tier.
@@ -179,7 +179,7 @@ class Placement:
         return tuple(name for name, _ in self.only_at)
 
     def dividing(self, axis: AxisName) -> Placement:
-        """The same, with gradients and optimizer state cut along more of the replicas."""
+        """The same, with gradients and optimizer state sharded over more of the replica axes."""
         more = [name for name in as_names(axis) if name not in self.gradients]
         return replace(self, gradients=(*self.gradients, *more))
 
@@ -194,7 +194,7 @@ class Placement:
 
 def _names(kind: str, axis: AxisName) -> tuple[str, ...]:
     if not isinstance(axis, (str, tuple)) or not all(isinstance(name, str) for name in axis):
-        raise TypeError(f"a strategy's {kind} are the names of mesh axes, a string or a tuple of them, not {axis!r}")
+        raise TypeError(f"a strategy's {kind} must be a mesh axis name or a tuple of names, got {axis!r}")
     return as_names(axis)
 
 
@@ -204,15 +204,15 @@ def keep_of(reshard: Reshard) -> Keep:
 
 
 def _by_name(make: Callable[_Axes, Placement]) -> Callable[_Axes, Placement]:
-    """The function, with a TypeError for axes that are passed by position, as their order could mean either."""
+    """Wraps a strategy so that axes passed by position raise TypeError, as their order could mean either."""
 
     @functools.wraps(make)
     def named(*axes: _Axes.args, **axes_by_name: _Axes.kwargs) -> Placement:
         if axes:
             first, second = (*map(repr, axes), *('"shard"', '"replica"')[len(axes) :])[:2]
             raise TypeError(
-                f"{make.__name__}({listed(map(repr, axes))}): which axis cuts and which one repeats is said by "
-                f"name: write {make.__name__}(shard={first}, replica={second}), or the other way round"
+                f"{make.__name__}({listed(map(repr, axes))}): name the axis that shards and the axis that "
+                f"replicates: write {make.__name__}(shard={first}, replica={second}), or the other way round"
             )
         return make(*axes, **axes_by_name)
 
@@ -220,11 +220,11 @@ def _by_name(make: Callable[_Axes, Placement]) -> Callable[_Axes, Placement]:
 
 
 Strategy = Placement | Callable[[str, tuple[int, ...]], Placement]
-"""A placement for all parameters, or a function from a parameter's path and whole shape to a placement."""
+"""A placement for all parameters, or a function from a parameter's path and full shape to a placement."""
 
 
 def ddp(axis: AxisName) -> Placement:
-    """Everything whole on every rank; gradients are summed over `axis` (NO_SHARD, ZeRO stage 0).
+    """Replicates parameters, gradients and optimizer state over `axis` (DDP, NO_SHARD, ZeRO stage 0).
 
     Args:
         axis: the mesh axes along which ranks work on different data, a name or a tuple of names.
@@ -243,9 +243,9 @@ def ddp(axis: AxisName) -> Placement:
 
 
 def zero1(axis: AxisName) -> Placement:
-    """Parameters whole, optimizer state cut over `axis` (ZeRO stage 1, distributed optimizer).
+    """Replicates parameters, and shards optimizer state over `axis` (ZeRO stage 1, distributed optimizer).
 
-    ZeRO-1 allows whole gradients; here they are never needed whole, so this is the same placement as `zero2`.
+    ZeRO-1 allows unsharded gradients; shardfn never needs them, so this is the same placement as `zero2`.
 
     Args:
         axis: the mesh axes along which ranks work on different data.
@@ -265,9 +265,9 @@ def zero1(axis: AxisName) -> Placement:
 
 
 def zero2(axis: AxisName) -> Placement:
-    """Parameters whole, gradients and optimizer state cut over `axis` (DeepSpeed's stage 2).
+    """Replicates parameters, and shards gradients and optimizer state over `axis` (DeepSpeed's stage 2).
 
-    Nothing is gathered while micro-batches accumulate; PyTorch's SHARD_GRAD_OP, which cuts parameters too, is
+    Nothing is gathered while micro-batches accumulate. PyTorch's SHARD_GRAD_OP, which also shards parameters, is
     `shard_grad_op`.
 
     Args:
@@ -290,7 +290,7 @@ def shard_grad_op(axis: AxisName) -> Placement:
     """As `full_shard`, but gathered parameters are kept for backward (PyTorch's SHARD_GRAD_OP).
 
     Args:
-        axis: the mesh axes over which parameters, gradients and optimizer state are cut.
+        axis: the mesh axes over which parameters, gradients and optimizer state are sharded.
 
     Returns:
         The placement, for `shard`. A step all-gathers the parameters of each stage once, in forward; by the end of
@@ -307,10 +307,10 @@ def shard_grad_op(axis: AxisName) -> Placement:
 
 
 def full_shard(axis: AxisName) -> Placement:
-    """Parameters, gradients and optimizer state cut over `axis` (FSDP's FULL_SHARD, ZeRO stage 3).
+    """Shards parameters, gradients and optimizer state over `axis` (FSDP's FULL_SHARD, ZeRO stage 3).
 
     Args:
-        axis: the mesh axes over which they are cut, a name or a tuple of names, major to minor.
+        axis: the mesh axes over which they are sharded, a name or a tuple of names, major to minor.
 
     Returns:
         The placement, for `shard`. The parameters of a stage are all-gathered for its forward, freed, and all-gathered
@@ -328,10 +328,10 @@ def full_shard(axis: AxisName) -> Placement:
 
 @_by_name
 def hybrid_shard(*, shard: AxisName, replica: AxisName) -> Placement:
-    """Everything cut over `shard` and the same over `replica` (FSDP's HYBRID_SHARD, HSDP).
+    """Shards as `full_shard` over `shard`, and replicates over `replica` (FSDP's HYBRID_SHARD, HSDP).
 
     Args:
-        shard: the axes that cut, with fast links, such as those within a node.
+        shard: the axes over which parameters are sharded, with fast links, such as those within a node.
         replica: the axes along which these groups are replicated.
 
     Returns:
@@ -353,7 +353,7 @@ def hybrid_shard_zero2(*, shard: AxisName, replica: AxisName) -> Placement:
     """As `hybrid_shard`, but gathered parameters are kept for backward (FSDP's _HYBRID_SHARD_ZERO2).
 
     Args:
-        shard: the axes that cut.
+        shard: the axes over which parameters are sharded.
         replica: the axes along which these groups are replicated.
 
     Returns:
@@ -368,11 +368,11 @@ def hybrid_shard_zero2(*, shard: AxisName, replica: AxisName) -> Placement:
 
 @_by_name
 def hfsdp(*, shard: AxisName, replica: AxisName) -> Placement:
-    """As `hybrid_shard`, but gradients and optimizer state are cut over `replica` too (Megatron's hybrid FSDP).
+    """As `hybrid_shard`, with gradients and optimizer state also sharded over `replica` (Megatron's hybrid FSDP).
 
     Args:
-        shard: the axes that cut parameters.
-        replica: the axes that cut gradients and optimizer state further.
+        shard: the axes over which parameters are sharded.
+        replica: the axes over which gradients and optimizer state are also sharded.
 
     Returns:
         The placement, for `shard`. Gradients are reduce-scattered over `shard`, then over `replica`; an optimizer's
@@ -388,10 +388,10 @@ def hfsdp(*, shard: AxisName, replica: AxisName) -> Placement:
 
 @_by_name
 def hpz(*, shard: AxisName, replica: AxisName) -> Placement:
-    """Everything cut over both axes; backward gathers over `shard` only, from a copy that forward keeps (ZeRO++'s hpZ).
+    """As `full_shard` over both axes; backward gathers over `shard` alone, from a kept copy (ZeRO++'s hpZ).
 
     Args:
-        shard: the axes with fast links, over which the copy is cut.
+        shard: the axes with fast links, over which the copy that forward keeps is sharded.
         replica: the other axes.
 
     Returns:
@@ -443,7 +443,7 @@ def mics(shard: AxisName, *, replica: AxisName = ()) -> Placement:
     """As `hybrid_shard`, where `shard` is several axes that are gathered one after another (MiCS).
 
     Args:
-        shard: the axes over which parameters are cut, fast links first: `("gpu", "node")` gathers small pieces over
+        shard: the axes over which parameters are sharded, fast links first: `("gpu", "node")` gathers small pieces over
             nodes first, then within each node.
         replica: the axes along which these groups are replicated.
 
@@ -461,13 +461,13 @@ def mics(shard: AxisName, *, replica: AxisName = ()) -> Placement:
 
 
 def uncut(strategy: Strategy, below: int) -> Callable[[str, tuple[int, ...]], Placement]:
-    """A strategy that leaves parameters of fewer than `below` elements whole on every rank, as under `ddp`.
+    """A strategy that replicates parameters of fewer than `below` elements on every rank, as `ddp` does.
 
-    In each stage they form a buffer of their own, which is never gathered, and whose gradient is summed.
+    In each stage they form a separate buffer, which is never gathered, and whose gradient is all-reduced.
 
     Args:
-        strategy: for the other parameters: a placement, or a function of a parameter's path and whole shape.
-        below: a number of elements of the whole parameter.
+        strategy: for the other parameters: a placement, or a function of a parameter's path and full shape.
+        below: a number of elements of the full parameter.
 
     Returns:
         A strategy, for `shard`.
@@ -527,15 +527,15 @@ _OVER_ALL = ("ddp", "zero1", "zero2", "shard_grad_op", "full_shard")
 def strategy(name: str, *, shard: AxisName = "shard", replica: AxisName = ()) -> Placement:
     """A strategy by any of its names: PyTorch's, Accelerate's, Lightning's, DeepSpeed's, Hugging Face's or Megatron's.
 
-    A name means what it means in its library: `"deepspeed_stage_2"` keeps parameters whole (`zero2`), `"SHARD_GRAD_OP"`
-    cuts them (`shard_grad_op`). The part of Lightning's names that says how processes start, such as `_spawn`, is
+    A name means what it means in its library: `"deepspeed_stage_2"` replicates parameters (`zero2`), `"SHARD_GRAD_OP"`
+    shards them (`shard_grad_op`). The part of Lightning's names that says how processes start, such as `_spawn`, is
     ignored. So is `find_unused_parameters`: a parameter that no rank used has no gradient, and a stage that only some
     ranks run is an error. `auto_wrap` is ignored, as `shard` does this by itself.
 
     Args:
         name: such as `"FULL_SHARD"`, `"full_shard auto_wrap"`, `"deepspeed_stage_2"` or `"hsdp"`; case, `-`, `_` and
             spaces do not matter. Accelerate's numbers are written `"fsdp:3"`, DeepSpeed's `"zero:3"`.
-        shard: the axes that cut parameters, such as those within a node.
+        shard: the axes over which parameters are sharded, such as those within a node.
         replica: the axes along which these groups are replicated. Strategies with one kind of axes use both.
 
     Returns:
@@ -580,9 +580,9 @@ def _own_name(name: Any) -> str:
     if stripped != plain_name:
         plain = next((name for name in (stripped, stripped.removeprefix("fsdpnative")) if name in _OWN), "fullshard")
         raise ValueError(
-            f"strategy {short(repr(name))}: what leaves the device is said apart from how it is cut, for each kind: "
-            f'write "{_OWN[plain][0]}", and of what that gives .on(params="host", grads="host", state="host"), or '
-            f'"disk"; and stage(f, remat="offload") for activations in the memory of the host'
+            f'strategy {short(repr(name))}: offloading is not part of a name. Use "{_OWN[plain][0]}" and, of the '
+            f'result, .on(params="host", grads="host", state="host"), or "disk" for "host"; for activations use '
+            f'stage(f, remat="offload")'
         )
     near = difflib.get_close_matches(plain_name, _OWN, 1)
     raise ValueError(

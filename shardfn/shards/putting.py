@@ -1,4 +1,4 @@
-"""Moves the values of shards between tiers."""
+"""Moves the values of shards between memory tiers: device, host and disk."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from shardfn.tracebacks import api_boundary
 
 @api_boundary
 def put(tree: Any, tier: Tier) -> Any:
-    """The same tree with the values of its shards on a tier, as `jax.device_put` to a memory kind.
+    """The same tree with its shards' values on a memory tier, as `jax.device_put` to a memory kind.
 
-    Shards move one after another, so at most one of them exists twice. Only values move: a strategy still decides where
-    a step puts its results, and gathers read values from where they are. Parameters that were put on the host of an
-    accelerator by hand return to the device before a step, unless their strategy keeps them on the host:
+    Shards move one after another, so at most one of them exists twice at a time. Only values move: a strategy still
+    decides where a step puts its results, and gathers read values from their present tier. Before a step, move
+    parameters that were put on the host of an accelerator back to the device, unless their strategy is for the host:
     `full_shard("shard").on(params="host")`.
 
     Args:
-        tree: a pytree of flat shards: parameters, gradients, an optimizer's state. Other leaves stay as they are.
+        tree: a pytree of flat shards: parameters, gradients, an optimizer's state. Other leaves stay unchanged.
         tier: `"device"`; `"host"`, the memory of the host, which on a CPU mesh is the device; or `"disk"`, a file in
             the folder that `make_mesh(..., scratch=...)` names.
 

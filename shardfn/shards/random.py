@@ -19,8 +19,8 @@ from shardfn.mesh.scope import bound_axis, current_mesh
 def fold_in(seed: int, *what: int | AxisName) -> torch.Generator:
     """A generator seeded from `seed` and all of `what`, the same on every rank that folds in the same values.
 
-    An axis name stands for this rank's position along the axis, so ranks along it get different numbers. An int (a
-    step, a layer) is folded in as it is. Ranks along other axes agree.
+    An axis name stands for this rank's position along the axis, so ranks along it draw different numbers. An int (a
+    step, a layer) is folded in unchanged. Ranks along all other axes draw the same.
 
     Args:
         seed: any int.
@@ -50,7 +50,7 @@ def _int(part: object) -> int:
     try:
         return operator.index(part)  # type: ignore[arg-type]
     except TypeError:
-        raise TypeError(f"fold_in takes ints and axis names, not {type(part).__name__}") from None
+        raise TypeError(f"fold_in: arguments must be ints or axis names, got {type(part).__name__}") from None
 
 
 def int_seed(seed: object) -> int:
@@ -72,13 +72,13 @@ def mixed(seed: int, *parts: int | str) -> int:
 
 
 class DrawContext(modes.DispatchMode):
-    """A context in which draws from torch's own generators come from another generator; torch's own stay as they are.
+    """A context in which random ops draw from a given generator; torch's default generators stay unchanged.
 
-    On other devices draws come from generators with the same seed.
+    On accelerators ops draw from a generator with the same seed.
 
     Args:
         generator: a generator on the CPU.
-        what: the function that draws, for messages.
+        function: the function that draws, for messages.
     """
 
     def __init__(self, generator: torch.Generator, function: str) -> None:
@@ -123,8 +123,8 @@ class DrawContext(modes.DispatchMode):
             torch.set_rng_state(self.before)
             verb = "draws from" if suffix else "seeds"
             raise RuntimeError(
-                f"{self.what} {verb} torch's own generator{suffix}: the numbers would not be those that belong to its "
-                f"seed and place. Draw from the torch.Generator that it is given"
+                f"{self.what} {verb} torch's own generator{suffix}: the numbers would not depend on its "
+                f"seed and path alone. Draw from the torch.Generator that it is given"
             )
 
 

@@ -1,4 +1,4 @@
-"""Checks that values which should be the same on several ranks are the same."""
+"""Checks that replicated values are equal on all ranks that hold them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shardfn.tracebacks import api_boundary
 
 @dataclass(frozen=True)
 class Claim:
-    """A checksum of this rank's part of a value, and the axes along which other ranks hold other parts."""
+    """A checksum of this rank's part of a value, and the axes along which ranks hold different parts."""
 
     path: str
     axes: tuple[str, ...]
@@ -37,7 +37,7 @@ class Claim:
 def assert_replicated(tree: Any, mesh: DeviceMesh | None = None) -> None:
     """Raises an error on every rank unless replicated values are equal bit for bit.
 
-    A flat shard is replicated over its `replicas`, and each of its parameters over every axis that does not cut it; a
+    A flat shard is replicated over its `replicas`, and each of its parameters over every axis that does not shard it; a
     plain tensor over all ranks. All ranks call it together.
 
     Args:
@@ -106,7 +106,7 @@ def _compare(claims: list[Claim], grid: Grid, mesh: DeviceMesh) -> None:
 
 @at_once()
 def checksum(value: Tensor) -> int:
-    """A 63-bit checksum of a tensor's bytes: equal bytes give equal sums, others differ but for odds of 1 in 2^63."""
+    """A 63-bit checksum of a tensor's bytes; different bytes have equal checksums with a probability of about 2^-63."""
     value = functorch.unwrapped(value)
     if value.numel() == 0:
         return 0
@@ -131,4 +131,4 @@ def _parts(data: Tensor, words: int) -> Iterator[Tensor]:
             yield chunk[end:].long()
 
 
-_WORDS = 2**16  # summed at a time, so that little memory is needed
+_WORDS = 2**16  # words summed at a time, to bound memory

@@ -1,4 +1,4 @@
-"""Turns whole parameters into flat shards, also from a stream, so that no rank holds all of them whole.
+"""Turns full parameters into flat shards, also from a stream of tensors, so that no rank holds all of them.
 
 A tree of parameters becomes a tree of stages: a `FlatShard` for each stage, or a dict of them where a stage has several
 dtypes, frozen parameters or placements.
@@ -31,7 +31,7 @@ from shardfn.tiers import copying, placing
 from shardfn.tracebacks import api_boundary
 
 Specs = P | ByPath | Mapping[Any, Any] | Sequence[Any] | Callable[[str, tuple[int, ...]], P]
-"""How parameters are cut over other axes than the buffer's: one spec for all, a tree, patterns, or a function."""
+"""Sharding over axes other than the buffer's: one spec for all parameters, a tree, patterns, or a function."""
 
 
 @api_boundary
@@ -45,21 +45,21 @@ def shard(
     specs: Specs = P(),  # noqa: B008  # immutable
     inputs: Literal["global", "local"] = "global",
 ) -> Any:
-    """Cuts a tree of parameters into flat shards, one for each stage and dtype.
+    """Shards a tree of parameters: returns flat shards, one for each stage and dtype.
 
     Args:
         tree: a pytree of dense tensors of any shapes and dtypes, the same on every rank. They are copied.
         mesh: the mesh whose ranks hold the pieces, on its kind of device.
-        strategy: over which axes parameters are cut, and over which they are replicated: `full_shard("shard")`, ...;
-            or a function of a parameter's path and whole shape that returns such a placement.
+        strategy: the axes over which parameters are sharded and replicated: `full_shard("shard")`, ...; or a function
+            of a parameter's path and full shape that returns such a placement.
         stages: which subtrees become stages: a regular expression that matches the whole path (keys joined by dots),
             several of them, or a function of a path and a shape, which is None for a node above tensors. Default:
             each top-level entry of the tree, and each item of a list or tuple entry.
-        frozen: which parameters get no gradient: patterns, or a function of a path and a whole shape. Integer
+        frozen: which parameters get no gradient: patterns, or a function of a path and a full shape. Integer
             parameters never get one.
-        specs: how parameters are cut over *other* axes, such as tensor-parallel ones: a `P` for all, a tree prefix of
-            them, `by_path`, or a function of a path and the shape of the tensor passed that returns a `P`.
-        inputs: `"global"`: tensors are whole, and are cut as `specs` say; `"local"`: they are this rank's parts.
+        specs: the sharding over *other* axes, such as tensor-parallel ones: a `P` for all, a tree prefix of them,
+            `by_path`, or a function of a path and the shape of the tensor passed that returns a `P`.
+        inputs: `"global"`: tensors are full, and are sharded as `specs` say; `"local"`: they are this rank's parts.
 
     Returns:
         The tree with a `FlatShard` in place of each stage; where a stage has several dtypes or placements, or frozen
@@ -88,12 +88,12 @@ def shard_named(
     frozen: Which = (),
     specs: Specs = P(),  # noqa: B008
 ) -> Any:
-    """Shards a stream of named whole tensors, such as a checkpoint's, one tensor at a time.
+    """Shards a stream of named full tensors, such as a checkpoint's, one tensor at a time.
 
     All ranks pass the same stream.
 
     Args:
-        named: `(path, tensor)` in any order, each path once; at most one whole tensor is in memory beside the shards.
+        named: `(path, tensor)` in any order, each path once; at most one full tensor is in memory besides the shards.
         like: a pytree of tensors of the right shapes and dtypes, such as on the meta device.
         mesh: as for `shard`, like the arguments that follow.
         strategy: as for `shard`.
@@ -102,7 +102,7 @@ def shard_named(
         specs: as for `shard`.
 
     Returns:
-        As `shard` of the whole tree.
+        As `shard` of the full tree.
 
     Raises:
         ValueError: a name that is missing, unknown or twice in the stream; a shape or dtype that differs from `like`.
@@ -163,12 +163,12 @@ class Rules:
                 f"returns one, not {strategy!r}; names go through shardfn.strategy(...)"
             )
         if inputs not in ("global", "local"):
-            raise ValueError(f'inputs={inputs!r}; it is "global" or "local"')
+            raise ValueError(f'inputs must be "global" or "local", got {inputs!r}')
         flat_specs: Any = specs if optree.tree_is_leaf(specs) else _places(specs)
         if not isinstance(flat_specs, (P, ByPath, dict)) and (not callable(flat_specs) or isinstance(flat_specs, type)):
             raise TypeError(
-                f"specs is a P for all parameters, a tree of them, by_path([...]), or a function of path and shape, "
-                f"not {specs!r}"
+                f"specs must be a P for all parameters, a tree of P, by_path([...]), or a function of path and shape, "
+                f"got {specs!r}"
             )
         self.mesh, self.grid, self.strategy, self.rank = mesh, grid_of(mesh), strategy, process_groups.global_rank()
         self.placements: set[Placement] = set()
@@ -185,7 +185,7 @@ class Rules:
         self.compared: list[str] = []
         self.places: dict[str, tuple[FlatShard, int, torch.Size]] = {}
         self.owners: dict[Any, tuple[weakref.ref[Tensor], str]] = {}
-        self.rooms: list[Tensor] = []  # reserve space on disk, which is freed for the gradients with this object
+        self.rooms: list[Tensor] = []  # reserve disk space for the gradients, until this object is freed
 
     def map_stages(self, tree: Any, f: Callable[[str, Any], Any], make: Callable[[str, Any], Any] | None = None) -> Any:
         """The tree with `f(path, subtree)` in place of each stage."""
@@ -243,14 +243,14 @@ class Rules:
         return plan(path, tree, parameters, self.grid), {name: leaf for name, leaf, _ in tensors.values()}
 
     def _parameter(self, name: str, leaf: Tensor, leaves: tuple[int, ...], packed: Packed | None) -> Parameter:
-        """A parameter with what the rules say of it; for a quantized one they see the shape in `packed`, not the
-        bytes'.
+        """A parameter with its spec, placement and whether it is trained, by the rules.
+
+        For a quantized one the rules see the parameter's shape, not that of the bytes.
         """
         spec = self._spec(name, tuple(leaf.shape) if packed is None else packed.shape)
         if packed is not None and spec.axes:
             raise ValueError(
-                f"{name} is kept in few bits, as {packed}, of which {spec} would cut the bytes, not the numbers: "
-                f"give it P()"
+                f"{name} is quantized, as {packed}, and {spec} would split the bytes, not the numbers: give it P()"
             )
         if self.inputs == "global":
             shape, full_shape = local_shape(leaf.shape, spec, self.mesh, name), tuple(leaf.shape)
@@ -325,7 +325,7 @@ class Rules:
         return key
 
     def _placement(self, name: str, shape: tuple[int, ...], spec: P) -> Placement:
-        """The placement of a parameter; raises ValueError if its spec cuts over an axis of the placement."""
+        """The placement of a parameter; raises ValueError if its spec names an axis that the placement shards over."""
         place = self.strategy if isinstance(self.strategy, Placement) else self._valid(self.strategy(name, shape), name)
         clash = [axis for axis in spec.axes if axis in (*place.gradients, *place.only_at_axes)]
         if clash:
@@ -433,7 +433,7 @@ def agreed(rules: Rules, name: str, run: Callable[[], Any]) -> Any:
             )
     lines = sorted(rules.compared, key=lambda line: line.partition(": "))  # a stage before its parameters
     agree(lines, rules.mesh, name, subject=_PARAMETERS)
-    if rules.inputs == "local":  # for whole values, `compared` already has checksums
+    if rules.inputs == "local":  # of full values, `compared` already has checksums
         assert_replicated(result, rules.mesh)
     return result
 
@@ -448,6 +448,6 @@ def refuse_second(name: str, names: Container[str]) -> None:
     """Raises ValueError for a name that another parameter has."""
     if name in names:
         raise ValueError(
-            f"two parameters are called {name!r}: a name is the keys to it joined by dots, to which an empty key adds "
-            f"nothing; rename one of them"
+            f"two parameters are called {name!r}: a name is its keys joined by dots, without empty keys. Rename "
+            f"one of them"
         )

@@ -1,4 +1,4 @@
-"""Turns flat shards back into whole parameters: on all ranks, or on some, to which the others send their parts."""
+"""Turns flat shards back into full parameters: on all ranks, or on some, to which the others send their parts."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def unshard(
     to: torch.device | str | None = None,
     only: Which | None = None,
 ) -> Any:
-    """The whole parameters of a tree with flat shards: the inverse of `shard`.
+    """The full parameters of a tree with flat shards: the inverse of `shard`.
 
-    In a gradient, parameters without one become None. Other leaves stay as they are. Linear, and differentiable as
+    In a gradient, parameters without one become None. Other leaves stay unchanged. Linear, and differentiable as
     `all_gather(to="invariant")` is, `V -> I`, unless `ranks` are given. Copies along an axis over which a parameter is
     replicated are not compared: each rank gets its own (see `assert_replicated`).
 
@@ -48,12 +48,12 @@ def unshard(
         mesh: default: the mesh in scope, else the one that the tree was sharded on.
         ranks: global ranks that get the parameters; other ranks get None for each, and need memory only for what they
             send: their piece of one stage. Default: all ranks.
-        to: the device on which whole parameters are put, one stage before the next is gathered. Default: the mesh's.
-        only: which parameters, as patterns for their paths or a function of a path and a whole shape; the others, plain
-            tensors too, become None. Default: all parameters.
+        to: the device to which full parameters are moved, one stage before the next is gathered. Default: the mesh's.
+        only: the parameters to return, as patterns for their paths or a function of a path and a full shape; all other
+            parameters and plain tensors become None. Default: all parameters.
 
     Returns:
-        The tree with each stage's parameters in place of its flat shards: new tensors of their whole shapes, in the
+        The tree with each stage's parameters in place of its flat shards: new tensors of their full shapes, in the
         dtype of the shard's values. For a stack of shards, with values `[*n, piece]`, they are `[*n, *shape]`.
 
     Raises:
@@ -132,7 +132,7 @@ def _named(paths: Sequence[str], leaves: Sequence[Any], which: Chosen) -> frozen
 
 
 def _whole(flat: FlatShard, mesh: DeviceMesh | None, request: _Request) -> list[Tensor | None]:
-    """The whole parameters of a flat shard; None for those that are not requested."""
+    """The full parameters of a flat shard; None for those that are not requested."""
     layout, to = flat.layout, request.to
     full: list[Tensor | None] = [None] * len(layout.entries)
     numbers = request.numbers(layout)
@@ -149,7 +149,7 @@ def _whole(flat: FlatShard, mesh: DeviceMesh | None, request: _Request) -> list[
             return full
         buffer = brought(flat.values, where)
         for name, position in layout.placement.only_at:
-            if buffer.shape[-1] == 0:  # other positions hold nothing, and pad for the gather
+            if buffer.shape[-1] == 0:  # ranks at other positions hold nothing; a gather needs equal sizes
                 buffer = torch.nn.functional.pad(buffer, (0, layout.piece))
             gathered = functional.all_gather(buffer, name, to="invariant")
             buffer = gathered.narrow(0, position * layout.piece, layout.piece)
@@ -192,11 +192,11 @@ def targets(ranks: Any, grids: Iterable[Grid]) -> tuple[int, ...]:
     ranks = list(ranks) if isinstance(ranks, Iterable) else ranks
     if not isinstance(ranks, list) or not all(type(rank) is int for rank in ranks):
         raise TypeError(
-            f"unshard: ranks={short(repr(ranks))}; it is a list of global ranks, such as [0], or None for all of them"
+            f"unshard: ranks must be a list of global ranks, such as [0], or None for all, got {short(repr(ranks))}"
         )
     if not ranks or len(set(ranks)) < len(ranks):
         raise ValueError(
-            f"unshard: ranks={short(ranks)}; it names at least one rank, and each once; None is all of them"
+            f"unshard: ranks must name at least one rank and each once, or be None for all, got {short(ranks)}"
         )
     for grid in grids:
         foreign = [rank for rank in ranks if rank not in grid.ranks]
@@ -226,7 +226,7 @@ def device_of(to: Any) -> torch.device:
 def gathered_to(
     flat: FlatShard, ranks: Sequence[int], numbers: Sequence[int], mesh: DeviceMesh, to: torch.device | None
 ) -> dict[int, Tensor]:
-    """These parameters of a flat shard, whole, by index, on ranks among `ranks`; empty on other ranks.
+    """These full parameters of a flat shard, by index, on ranks among `ranks`; empty on other ranks.
 
     Each element is sent once to each of the ranks, by the nearest rank that has it.
 
@@ -253,7 +253,7 @@ def gathered_to(
 
 
 def parts(layout: Layout, numbers: Sequence[int], source: int, target: int) -> list[Part]:
-    """What one rank sends to another: what it holds, unless a rank nearer to the target holds the same."""
+    """The parts that one rank sends to another: its own elements, unless a rank nearer to the target has them."""
     if not layout.here(source):
         return []
     index, sent = layout.index(source), []
@@ -268,10 +268,10 @@ def parts(layout: Layout, numbers: Sequence[int], source: int, target: int) -> l
 def _assembled(
     layout: Layout, numbers: Sequence[int], sent: list[tuple[int, list[Part]]], data: Tensor, to: torch.device | None
 ) -> dict[int, Tensor]:
-    """Whole parameters from the elements received from each rank, in the order of ranks."""
+    """Full parameters from the elements received from each rank, in the order of ranks."""
     device = data.device if to is None else to
     full = {i: torch.empty(layout.whole_shape(i), dtype=data.dtype, device=device) for i in numbers}
-    values: dict[tuple[int, tuple[int, ...]], Tensor] = {}  # the ranks' values, which are parts of a whole parameter
+    values: dict[tuple[int, tuple[int, ...]], Tensor] = {}  # the ranks' values, which are parts of a full parameter
     position = 0
     for rank, sent_parts in sent:
         for number, start, stop, _ in sent_parts:

@@ -1,4 +1,4 @@
-"""Which operations `torch.autocast` runs in which dtype on the simulated device: as on CUDA.
+"""The dtypes in which `torch.autocast` runs operations on the simulated device: as on CUDA.
 
 The lists are those of ATen/autocast_mode.h, which torch compiles into the kernels of its own devices only.
 """
@@ -18,7 +18,7 @@ from shardfn.compat import dispatch
 
 
 def _names(text: str) -> tuple[str, ...]:
-    """Those of these ops that this torch has."""
+    """The ops in this list that the installed torch has."""
     return tuple(name for name in text.split() if hasattr(torch.ops.aten, name.partition(".")[0]))
 
 

@@ -52,7 +52,7 @@ class Graph:
         raise RuntimeError(f"{what} at {line()}: not permitted while a graph is captured")
 
     def record(self, func: Any, args: Any, kwargs: Any, out: Any, used: Used) -> None:
-        """Records an operation with the memory of its arguments, as they are `used`, and of its result."""
+        """Records an operation; `used` are the arguments whose memory it reads and writes."""
         self.use(used, out)
         if not self._values():
             return

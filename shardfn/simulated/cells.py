@@ -1,4 +1,4 @@
-"""What the fused cells of recurrent networks compute, for which CUDA has kernels, and the CPU and shapes none."""
+"""Formulas of fused recurrent cells (GRU, LSTM), for which only CUDA has kernels, and fake tensors no rules."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Which work of a simulated accelerator comes before which, by vector clocks, and what uses memory out of order.
+"""Vector clocks of a simulated accelerator's streams, which find unordered uses of the same memory.
 
 Each stream counts its operations and remembers, for every other stream, up to which of its operations it has waited
 (Lamport 1978; Fidge 1988). The host is a stream, too. Two uses of the same bytes, of which one is a write, must be
-ordered by these clocks; otherwise the order on a real device is a matter of luck.
+ordered by these clocks; otherwise their order on a real device is undefined.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class Clocks:
             return Point(dict(self._clocks[stream]), self.launched, capture)
 
     def wait(self, stream: int, point: Point) -> None:
-        """What the stream does from here on comes after the point; a stream joins a capture by that.
+        """Orders the stream's further work after a point; by waiting for captured work a stream joins the capture.
 
         Raises:
             RuntimeError: one of them belongs to a capture, and the other cannot.
@@ -239,7 +239,7 @@ class Clocks:
             return True
 
     def known(self, stream: int) -> Clock:
-        """How far each stream's work comes before what this stream is given next."""
+        """The clock of a stream: for each stream, the last operation that its next one comes after."""
         with self._lock:
             return self._clocks[stream]
 
@@ -334,7 +334,7 @@ class Clocks:
 
 
 class Current(threading.local):
-    """What is current in this thread: the device, and the stream of each device."""
+    """The current device of this thread, and its current stream on each device."""
 
     def __init__(self) -> None:
         self.device = 0

@@ -26,7 +26,7 @@ def tracing() -> bool:
 
 
 def patches(name: str) -> Iterator[tuple[Any, str, Any]]:
-    """What replaces the tracer and the compiler of graphs, for tensors on the device of this name."""
+    """The patches of the tracer and the graph compiler, for tensors on the device of this name."""
     traced, functional, compiled = inductor.traced, inductor.functional, inductor.compiled
 
     def bare(x: Tensor) -> Tensor:
@@ -63,5 +63,5 @@ def _apart(trace: Callable[..., Any], *args: Any) -> Any:
 
 
 def _layout(x: Tensor) -> Any:
-    """What compiled code knows of a tensor; the steps along dimensions of one element do not matter."""
+    """The properties of a tensor that compiled code relies on; strides of dimensions of size 1 do not matter."""
     return x.dtype, x.device, x.shape, [step for step, n in zip(x.stride(), x.shape, strict=True) if n != 1]

@@ -116,7 +116,7 @@ class Device:
         operations: counts of operations by name, without views and pure allocations. Each is at least one kernel on a
             real device.
         collectives: those of each group, in order: operation, and bytes where they are the same on all ranks.
-        resizes: counts of the times that the memory of a storage was freed and allocated anew, by its number.
+        resizes: counts of the times that the memory of a storage was freed and allocated again, by its number.
         listener: what is told of all of it.
         planned: whether something listens: then nothing reads what is large on the host, which has room, but no pages.
     """
@@ -212,7 +212,7 @@ def simulated(
         ranks: the number of ranks in the world.
         rank: this process's rank.
         backend: of the process group. None transfers anything: `"simulated"`, for both devices, is checked like a real
-            one; `"cpu:fake,sim:fake"` and the like are torch's own, which shardfn recognises as fake.
+            one; `"cpu:fake,sim:fake"` and the like are torch's own, which shardfn recognizes as fake.
         values: whether tensors have values. They are computed on the CPU, at once. Without a store nothing is
             sent, and collectives of several ranks leave what this rank has.
         store: one of torch.distributed, through which the ranks, each a process, meet; then tensors have values and are
@@ -239,8 +239,8 @@ def simulated(
         raise ValueError(f"simulated: count={count}; a process sees 1 device or more")
     if isinstance(store, (str, pathlib.Path)):
         raise TypeError(
-            f"simulated: store is of type {type(store).__name__}; it is a store of torch.distributed, such as "
-            f"FileStore(path, {ranks}), which all ranks pass"
+            f"simulated: store must be a torch.distributed store, such as FileStore(path, {ranks}), got "
+            f"{type(store).__name__}. All ranks pass the same store"
         )
     _register()
     state, hook = random.getstate(), sys.excepthook  # torch draws from the one, and wraps the other
@@ -268,8 +268,8 @@ def _register() -> Any:
     """Registers the device; returns what torch forgets with its object."""
     if torch.accelerator.is_available():
         raise RuntimeError(
-            f"this process has an accelerator, {torch.accelerator.current_accelerator()}, next to which torch cannot "
-            f"pretend another: hide it, by CUDA_VISIBLE_DEVICES= say"
+            f"this process has an accelerator, {torch.accelerator.current_accelerator()}, and torch cannot "
+            f"simulate another. Hide it, such as by CUDA_VISIBLE_DEVICES="
         )
     process_groups.register_python_device(NAME, _Module())
     autograd.twins[NAME] = twin
@@ -281,7 +281,7 @@ def _register() -> Any:
 
 @contextlib.contextmanager
 def _patched(device: Device) -> Iterator[None]:
-    """Patches what torch does without an operation that modes see; and threads, each of which has modes of its own."""
+    """Patches functions of torch that no dispatch mode sees, and threads, as modes are local to a thread."""
     with torch.device("cpu"):  # torch remembers from now on which constructors take the default device
         torch.empty(0, device=None)
     handles = [kind for kind in process_groups.kinds_of_handles() if "wait" in vars(kind)]
@@ -308,7 +308,7 @@ def _patches(device: Device) -> Iterator[tuple[Any, str, Any]]:
         return format(x.item(), how) if x.ndim == 0 else object.__format__(x, how)
 
     def found(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What an operation does that no mode has seen, such as one of a thread from before the block."""
+        """Runs an operation that no dispatch mode has seen, such as one on a thread from before the block."""
         here = device.answering.knows() or device.fake_mode.enter_stack
         if here or not any(x.device.type == NAME for x in tensors_in(args, kwargs)):
             return answer(func, types, args, kwargs)
@@ -323,7 +323,7 @@ def _patches(device: Device) -> Iterator[tuple[Any, str, Any]]:
         if enabled and device_type not in (NAME, "cpu"):  # it would be without effect
             raise RuntimeError(
                 f"torch.autocast({device_type!r}) at {users_line()}: the tensors here are on the simulated device, "
-                f"{NAME!r}, and would stay as they are: name it by mesh.device_type or device.name"
+                f"{NAME!r}, and would not be cast: name it by mesh.device_type or device.name"
             )
         make(self, device_type, dtype, enabled, cache_enabled)
 

@@ -1,4 +1,4 @@
-"""What operations do on a simulated accelerator: what they return, what memory they use, and where the host waits."""
+"""Operations of a simulated accelerator: their results, the memory that they use, and waits of the host."""
 
 from __future__ import annotations
 
@@ -288,7 +288,7 @@ def _wrapped(device: Device, x: Any, index: int) -> Any:
 
 
 def twin(x: Tensor) -> Tensor | None:
-    """The same memory with a storage of its own; None if uses of memory are checked, which go by storages."""
+    """A tensor with a second storage over the same memory; None where uses are checked, which go by storages."""
     module = torch.get_device_module(NAME)
     device = module.simulation()
     if device is None or device.clocks.watches:
@@ -495,7 +495,7 @@ def _index(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _sparse(device: Device, func: Any, args: Any, kwargs: Any, what: str = "result") -> Any:
     raise NotImplementedError(
-        f"{func.name()} at {users_line()}: its {what} is sparse, and the simulated device has no such tensors"
+        f"{func.name()} at {users_line()}: its {what} is sparse, which the simulated device does not support"
     )
 
 
@@ -558,7 +558,7 @@ def users_line() -> str:
 
 
 def _lines() -> Iterator[tuple[str, bool]]:
-    """The lines that are under way, innermost first, and whether each is this package's."""
+    """The lines in the call stack, innermost first, and whether each is this package's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename

@@ -1,4 +1,4 @@
-"""The results of operations without values, remembered: torch takes long to find the shape of each."""
+"""A cache of shape inference: the results of operations on fake tensors, which torch computes slowly."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Results = tuple[list[Any], Any]
 
 
 def key_of(func: Any, args: Any, kwargs: Any) -> Any:
-    """What the result depends on; None if it cannot be said."""
+    """A hashable key of the result: the operation and its arguments; None if it depends on more."""
     if func.overloadpacket in _PLACING:
         return None
     try:
@@ -74,7 +74,7 @@ _PLAIN = {
 
 
 def results(out: Any, args: Any, kwargs: Any) -> Results:
-    """What is to be remembered of a result."""
+    """The description of a result from which `again` makes it."""
     given = tensors_in(args, kwargs)
     numbers = {autograd.storage_of(x): i for i, x in reversed(list(enumerate(given)))}
     leaves, tree = optree.tree_flatten(out, none_is_leaf=True)

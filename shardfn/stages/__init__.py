@@ -1,4 +1,4 @@
-"""Calls of stages: the schedule of their gathers and reductions, and the buffers that they borrow.
+"""Calls of stages: the schedule of their gathers and reductions, and the pooled buffers for these.
 
 Imports `transforms` and what is below.
 """

@@ -1,7 +1,7 @@
 """Memory for gathered parameters, and for gradients that are sent.
 
-On a CPU it is handed out again once nothing refers to it, as fresh pages take as long as a gather. An
-accelerator's allocator does the same.
+On a CPU a pool reuses a buffer once nothing refers to it: first touching fresh pages takes as long as a gather. On an
+accelerator torch's caching allocator does the same.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ MOST_VIEWS = 10_000  # of one buffer, for stages whose layouts change
 
 
 class Buffer:
-    """Memory for a stage's parameters or gradients, with the views of it that are used again and again.
+    """Memory for a stage's parameters or gradients, with cached views of it.
 
     Attributes:
         nbytes: its size.
         all: all bytes of it.
-        under_way: whether a collective uses it, though nothing may refer to it any more.
-        given: whether it was handed out since the pool was trimmed.
+        under_way: whether a collective in flight uses it, even if nothing in Python refers to it.
+        given: whether the pool has lent it since it was last trimmed.
     """
 
     __slots__ = (
@@ -58,8 +58,8 @@ class Buffer:
         self._views: dict[Any, list[Tensor]] = {}
 
     def part(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """Bytes from `start` to `stop` as numbers of a dtype; for the package alone, as `unheld` knows of it."""
-        if not self._pooled:  # it is used for one call
+        """Bytes `start` to `stop` viewed as a dtype; a cached view, which `unheld` does not count as a use."""
+        if not self._pooled:  # used for one call, so a cache of views is of no use
             return self.all[start:stop].view(dtype)
         view = self._parts.get((start, stop, dtype))
         if view is None:
@@ -67,11 +67,11 @@ class Buffer:
                 view = self.all[start:stop].view(dtype).detach()
             self._forget_many()
             self._parts[start, stop, dtype] = view
-            self._made += 1  # at the end: after an interrupt the buffer counts as held
+            self._made += 1  # last: after an interrupt in between, the buffer counts as held, which is safe
         return view
 
     def views(self, key: Any, make: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
-        """Views that are made of all bytes once for this key; for the package alone, as `unheld` knows of them."""
+        """The views that `make` returns, cached by key; `unheld` does not count them as uses."""
         if not self._pooled:
             return make(self.all)
         views = self._views.get(key)
@@ -98,20 +98,23 @@ class Buffer:
 
     @contextlib.contextmanager
     def _unseen(self) -> Iterator[None]:
-        """A context for what another call may use: training after inference, and of a pool, a call in other modes."""
+        """A context for tensors that later calls reuse: without inference mode and, in a pool, dispatch modes."""
         with torch.inference_mode(False), dispatch.outside_modes() if self._pooled else contextlib.nullcontext():
             yield
 
     def counted(self) -> tuple[int, int, int]:
-        """References to it, and to its storage in Python and in C++."""
+        """Numbers of references to this object, and to its storage in Python and in C++."""
         return sys.getrefcount(self), sys.getrefcount(self._storage), storage_uses(self._number)
 
     def moved(self) -> bool:
-        """Whether its memory is elsewhere: somebody has freed it, or shares it with another process."""
+        """Whether its data pointer has changed: a program has resized its storage, or shared it with a process."""
         return self.all.data_ptr() != self._at
 
     def unheld(self) -> bool:
-        """Whether nothing refers to it, or to its memory, but the pool, which asks in a comprehension over a list."""
+        """Whether only the pool refers to this buffer and its memory.
+
+        Call it in a comprehension over a list: references of the calling frame are counted, as in `ALONE`.
+        """
         own_count, in_python, in_all = ALONE
         return (
             sys.getrefcount(self) == own_count
@@ -121,23 +124,24 @@ class Buffer:
         )
 
 
-# Versions of Python count the references of frames in their own way, and one that nothing refers to tells.
+# Versions of Python count references of frames differently. So the counts of an unused buffer are measured once.
 (ALONE,) = [buffer.counted() for buffer in [Buffer(8, torch.device("cpu"), pooled=False)]]
 
 
 class Pool:
-    """Buffers on one device. On a CPU one to which nothing else refers is handed out again, and together they take no
-    more than as many of the largest as are in use at once: a request takes a larger one only if a new one, beside it,
-    would be over that.
+    """Buffers on one device; on a CPU they are reused once nothing else refers to them.
+
+    The pool's size is bounded by the number of buffers in use at once times the largest size. A request takes a larger
+    free buffer only if a new one would exceed this bound.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.buffers: list[Buffer] = []
-        self._used = 0  # at once, when one was asked for that was not there, since it was trimmed
+        self._used = 0  # most buffers in use at once, counted when a new one is made; since the last trim
 
     def empty(self, nbytes: int, template: Any, keeps: bool) -> Buffer:
-        """A buffer of `nbytes` or more that nothing else uses, with `keeps` until backward, for tensors like this."""
+        """An unused buffer of `nbytes` or more, for tensors like `template`; with `keeps` it is held until backward."""
         if self.device.type != "cpu" or type(template) is not Tensor:
             return Buffer(nbytes, self.device, pooled=False)
         free = [b for b in self.buffers if not b.under_way and b.unheld()]
@@ -150,7 +154,7 @@ class Pool:
         return buffer
 
     def _of_other_size(self, nbytes: int, free: list[Buffer], keeps: bool) -> Buffer:
-        """A larger buffer of those that are free, or a new one."""
+        """A free larger buffer, or a new one; drops free buffers that would exceed the pool's bound."""
         free.sort(key=_nbytes)
         self._used = max(self._used, len(self.buffers) - len(free) + 1)
         over = self.nbytes() + nbytes - self._used * max(nbytes, *map(_nbytes, self.buffers), 0)
@@ -165,7 +169,7 @@ class Pool:
         return buffer
 
     def trim(self, all: bool = False) -> None:
-        """Gives memory back that nothing uses and nobody asked for since the last time; or `all` that nothing uses."""
+        """Frees the unused buffers that were not lent since the last `trim`; with `all`, every unused buffer."""
         used = [b for b in self.buffers if not b.unheld() or (b.given and not all and not b.under_way)]
         self.buffers, self._used = used, 0
         for buffer in () if all else used:

@@ -1,6 +1,7 @@
-"""The meaning of a stage: its function on parameters that differentiable collectives gather.
+"""A stage as a composition: its function on parameters gathered by differentiable collectives.
 
-torch.func's transforms go through this, and gradients of gradients through `transposed`.
+This defines what a stage means; the schedule computes the same, faster. torch.func transforms use the composition, and
+gradients of gradients use its transpose, `transposed`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from shardfn.stages.written import snapshot
 
 
 def composed(signature: Signature, leaves: Sequence[Any], mesh: DeviceMesh) -> Any:
-    """The result of a call."""
+    """Runs a call of a stage as a composition; returns its result."""
     options = signature.options
     arguments = [cast(leaf, options.input_dtype) for leaf in leaves]
     with (
@@ -45,7 +46,7 @@ def composed(signature: Signature, leaves: Sequence[Any], mesh: DeviceMesh) -> A
         try:
             result = signature.call(arguments, full)
         except RuntimeError as error:
-            if " of View is a view and " in str(error):  # as torch.func calls those of `Layout.views`
+            if " of View is a view and " in str(error):  # torch.func's error for a write into a view of `Layout.views`
                 raise RuntimeError(writes(signature)) from error
             refuse_mixed(signature, error, full, arguments)
             raise
@@ -67,7 +68,7 @@ def _parameters(shard: Tensor, layout: Layout, options: Options) -> list[Tensor]
     values = shard
     if wire is not None:
         values = wire.rounded(shard, lower, layout.holes[layout.index(process_groups.global_rank())])
-    if layout.size > 1 and not dispatch.in_graph():  # where tensors have no numbers; it was called without before
+    if layout.size > 1 and not dispatch.in_graph():  # the eager call before has checked
         _refuse_bases(values, layout)
     if lower != values.dtype:  # gradients are summed in the wider of the requested dtypes
         values = values.to(lower).to(torch.promote_types(options.sum_dtype(values.dtype), lower))
@@ -82,9 +83,9 @@ def _parameters(shard: Tensor, layout: Layout, options: Options) -> list[Tensor]
 
 
 def _refuse_bases(values: Tensor, layout: Layout) -> None:
-    """Raises RuntimeError if a shard's tangents form a basis on every rank, which would sum columns of different ranks.
+    """Raises RuntimeError if a shard's tangents form a basis on every rank: this would sum columns of different ranks.
 
-    For tangents of the whole parameters, a unit vector is nonzero on a single rank only.
+    Of a unit vector over the full parameters, the tangent is nonzero on a single rank only.
     """
     for tangents in functorch.tangents(values) if functorch.batching() else ():
         if tangents.ndim != 2:
@@ -97,17 +98,17 @@ def _refuse_bases(values: Tensor, layout: Layout) -> None:
             on_each = bool((ranks == layout.size).any() and ((ranks == layout.size) | (ranks == 0)).all())
         if on_each:
             raise RuntimeError(
-                f"{layout.stage!r} is cut over {' x '.join(layout.placement.axes)}, and its tangents are a basis of "
-                f"{len(tangents)} unit vectors on each of these {layout.size} ranks at once, as torch.func.jacfwd and "
-                f"torch.func.hessian make them: what comes out are sums of {layout.size} columns. Use shardfn.jacfwd, "
-                f"shardfn.jacrev or shardfn.hessian"
+                f"{layout.stage!r} is sharded over {' x '.join(layout.placement.axes)}, and its tangents are "
+                f"{len(tangents)} unit vectors on each of {layout.size} ranks, as in torch.func.jacfwd and "
+                f"torch.func.hessian, so results are sums of {layout.size} columns. Use shardfn.jacfwd, shardfn.jacrev "
+                f"or shardfn.hessian"
             )
 
 
 def transposed(
     plan: GatherPlan, shards: Sequence[Tensor], trains: Sequence[bool], gradients: Sequence[Sequence[Tensor | None]]
 ) -> list[Tensor | None]:
-    """The gradients of shards by those of parameters, by collectives that can be differentiated again."""
+    """Reduces gradients of parameters to gradients of shards by differentiable collectives."""
     reduced: list[Tensor | None] = []
     for gather, shard, is_trained, parameters in zip(plan.each, shards, trains, gradients, strict=True):
         if not is_trained:
@@ -115,7 +116,8 @@ def transposed(
             continue
         layout, placement = gather.layout, gather.layout.placement
         parts, end = [], 0
-        # Depends on something that has a gradient, so that its own backward runs on all ranks or on none.
+        # Padding depends on a tensor that needs a gradient. So the collectives below have a backward on every rank,
+        # even where no gradient came, and second derivatives run the same collectives on all ranks.
         anchor = shard.new_zeros((), dtype=gather.dtype).requires_grad_()
         for entry, g in zip(layout.entries, parameters, strict=True):
             parts.append(anchor.expand(entry.offset - end))

@@ -1,4 +1,7 @@
-"""Checks, before the first call of a stage, that ranks run the same; tags and marks check later calls."""
+"""Compares a stage between ranks before its first call.
+
+Later calls are checked without further messages: by tags in gathers (`gather.py`) and marks in reductions.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,14 @@ _STAGES = (
 
 
 class LaneState:
-    """What the ranks have agreed on in one lane, shared by all its threads.
+    """The stages on which ranks have agreed in one lane, shared by all threads of the lane.
 
-    It is a context in which no other thread of the lane may run stages: other ranks could not tell them apart. A thread
-    of autograd works for one that waits for it, which may be inside.
+    As a context it excludes the lane's other threads: if two ran stages at once, ranks could order their collectives
+    differently. An autograd thread may enter: it works for a thread that waits for it, and may be inside itself.
 
     Attributes:
-        met: plans of the stages that were compared between ranks, and how their gradients are summed.
-        inside: the threads that run stages, one within the other.
+        met: plans of the stages that ranks have compared, with their options for reducing gradients.
+        inside: ids of the threads that run stages, innermost last.
     """
 
     def __init__(self) -> None:
@@ -47,7 +50,7 @@ class LaneState:
             )
             raise RuntimeError(
                 f"threads {running!r} and {arriving!r} run stages at the same time, and other ranks "
-                f"cannot tell them apart: give each thread a name of its own, the same on all ranks, in "
+                f"cannot tell them apart: give each thread its own name, the same on all ranks, in "
                 f"threading.Thread(name=...)"
             )
         inside.append(this_thread)
@@ -62,8 +65,9 @@ def lane_state() -> LaneState:
 
 
 def callers(mesh: DeviceMesh, signature: Signature) -> tuple[str, ...]:
-    """Axes along which all ranks call a stage: not those where one position has its parameters, or ranks are
-    independent.
+    """The axes along which all ranks call a stage.
+
+    Left out are the axes with parameters at one position only, and those along which ranks are independent.
     """
     elsewhere = (*signature.only_at_axes, *independent_axes())
     return tuple(name for name in sizes(mesh) if name not in elsewhere)

@@ -1,4 +1,7 @@
-"""How the parameters of a stage's shards are gathered into one buffer, worked out once for each kind of call."""
+"""Plans of a stage's all-gathers: the bytes of one buffer at which each layout's parameters arrive.
+
+A plan is made once for each combination of options, layouts and dtypes.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +21,17 @@ from shardfn.stages.options import Options
 
 @dataclass(frozen=True, eq=False)
 class Gather:
-    """How the parameters of one layout are gathered into a stage's buffer.
+    """The all-gather of one layout's parameters into a stage's buffer.
 
     Attributes:
         layout: layout of the parameters.
         dtype: their dtype in the buffer.
         start: first byte in the buffer.
-        stop: byte behind the last.
-        moves: whether it needs the buffer at all: on one rank, in its own dtype, the shard is the parameters.
-        tag: bytes for the end of the last piece, where no parameter is, that identify the buffer.
+        stop: one past the last byte.
+        moves: whether it needs the buffer: False if the shard is the full parameters, on one rank and in its own dtype.
+        tag: bytes that identify the buffer, for the padding at the end of the last shard; ranks compare them.
         wire: the quantized format in which it is sent, if any.
-        encoded: first byte in the buffer of the encoded pieces.
+        encoded: first byte of the quantized shards in the buffer.
     """
 
     layout: Layout
@@ -42,14 +45,14 @@ class Gather:
 
     @functools.cached_property
     def sent(self) -> tuple[int, int]:
-        """First byte of what ranks send, and the byte behind the last."""
+        """The byte range of the buffer that ranks send: first byte, and one past the last."""
         if self.wire is None:
             return self.start, self.stop
         pieces = (self.stop - self.start) // (self.wire.numel * self.dtype.itemsize)
         return self.encoded, self.encoded + pieces * self.wire.length
 
     def piece(self, index: int) -> tuple[int, int]:
-        """The same for one rank's piece."""
+        """The byte range of the shard of the rank with this index along the axes."""
         start, stop = self.sent
         nbytes = (stop - start) // self.layout.size
         return start + index * nbytes, start + (index + 1) * nbytes
@@ -64,7 +67,7 @@ class GatherPlan:
 
     @functools.cached_property
     def secondary(self) -> GatherPlan | None:
-        """The same buffer, filled from copies that are cut less; None if there are no such copies."""
+        """The plan that fills the same buffer from the larger shards that forward keeps; None without these."""
         if all(gather.layout.secondary is None for gather in self.each):
             return None
         gathers = []
@@ -118,7 +121,7 @@ def up(nbytes: int) -> int:
 
 
 def wire_of(layout: Layout, dtype: torch.dtype, format: Format | None) -> Wire | None:
-    """The quantized format of a shard's pieces; None if they are sent as they are, or not at all."""
+    """The quantized format in which a shard is sent; None if it is sent unquantized, or not at all."""
     chosen = format or layout.placement.gather
     if chosen is None or not dtype.is_floating_point or layout.size == 1:
         return None

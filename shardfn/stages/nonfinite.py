@@ -1,7 +1,7 @@
-"""Reports the first stage that makes a number that is not finite, on all ranks that run the stage.
+"""Reports the first stage that makes a non-finite number, on all ranks that run the stage.
 
-It runs if `debugging.nan` is set, after a stage's function and after its backward. Ranks exchange what they found: a
-rank that raised alone would leave the others waiting.
+With `debugging.nan`, the check runs after a stage's forward and after its backward. Ranks exchange their findings, so
+that all raise: a rank that raised alone would leave the others waiting.
 """
 
 from __future__ import annotations

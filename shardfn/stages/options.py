@@ -31,11 +31,11 @@ class Options:
     output_dtype: torch.dtype | None = None
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which gradients of shards of a dtype are summed."""
+        """The dtype in which gradients of shards with this dtype are summed."""
         return self.reduce_dtype if self.reduce_dtype and dtype.is_floating_point else dtype
 
     def checked(self) -> Options:
-        """The same, with `remat` as calls use it: a bool, an `Offload`, or a function that makes contexts.
+        """The same options, checked, with `remat` as a bool, an `Offload`, or a function that returns contexts.
 
         Raises:
             ValueError, TypeError: an option has a value that it cannot have.
@@ -45,25 +45,25 @@ class Options:
             raise TypeError(
                 "stage: remat=offload is the function that makes a value: remat=offload(), or offload('disk')"
             )
-        if callable(remat) or (isinstance(remat, (list, tuple)) and remat):  # of which calls make contexts
+        if callable(remat) or (isinstance(remat, (list, tuple)) and remat):  # each call makes its contexts from it
             policy = remat if callable(remat) else list(remat)
             remat = functools.partial(create_selective_checkpoint_contexts, policy)
         elif not isinstance(remat, (bool, Offload)):
             raise TypeError(
-                f'stage: remat={remat!r}; it is True, False, offload(...), "offload", a policy or a list of ops'
+                f'stage: remat must be True, False, offload(...), "offload", a policy or a list of ops, got {remat!r}'
             )
         if not isinstance(self.prefetch, int) or isinstance(self.prefetch, bool) or self.prefetch < 0:
-            raise ValueError(f"stage: prefetch={self.prefetch!r}; it is how many gathers run ahead, 0 or more")
+            raise ValueError(f"stage: prefetch must be a number of gathers, 0 or more, got {self.prefetch!r}")
         if self.reshard not in (None, True, False, "step"):
             raise ValueError(
-                f'stage: reshard={self.reshard!r}; it is True, False, "step", or None, as the strategy says'
+                f'stage: reshard must be True, False, "step", or None for the strategy\'s value, got {self.reshard!r}'
             )
         for name in ("gather", "reduce"):
             check_format(getattr(self, name), f"stage: {name}")
         for name in ("gather_dtype", "reduce_dtype", "input_dtype", "output_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise TypeError(f"stage: {name}={dtype!r}; it is a floating torch.dtype, or None")
+                raise TypeError(f"stage: {name} must be a floating-point torch.dtype or None, got {dtype!r}")
             if dtype is not None and dtype.itemsize == 1:
                 other = "scale and cast inside the stage's function"
                 if name in ("gather_dtype", "reduce_dtype"):

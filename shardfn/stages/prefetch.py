@@ -1,7 +1,7 @@
-"""Who holds what is gathered or under way, and what is gathered early.
+"""Prefetch: which gathers start ahead of need, and how long their buffers are kept.
 
-Two lists say what comes next: the order that `layers` announced, and the calls of this step so far, which backward
-follows in reverse. Both depend on layouts and on the order of calls alone, so all ranks start the same gathers.
+Two lists predict the next stages: in forward, the order that `layers` announced; in backward, this step's calls in
+reverse. Both depend on layouts and on the order of calls alone, so all ranks start the same gathers in the same order.
 """
 
 from __future__ import annotations
@@ -49,18 +49,22 @@ class PrefetchOrder:
 
 
 class Wanted(NamedTuple):
-    """A gather that is needed, or likely to be next: what it is known by, and how to start it."""
+    """A gather that is needed now or probably next: its key, and the arguments that start it."""
 
     key: Key
     plan: GatherPlan
     shards: Sequence[Tensor]
-    of: Sequence[Tensor]  # the shards by which it is known
+    of: Sequence[Tensor]  # the shards of which the ids are in the key
     again: bool = False
     keeps: bool = False
 
 
 def key_of(plan: GatherPlan, shards: Sequence[Tensor], versions: Sequence[int]) -> Key:
-    """What a buffer is known by, while it holds these tensors."""
+    """The key of a gathered buffer: its plan, and the ids and versions of its shards.
+
+    The buffer keeps the shards alive, so that ids stay unique. A shard without a version counter (-1) may have changed
+    unseen, so each call gets a new key.
+    """
     changing = next(_numbers) if -1 in versions else 0
     return (plan, changing, *map(id, shards), *versions)
 
@@ -69,15 +73,15 @@ ORDERS = 4  # most announced orders
 
 
 class Prefetch:
-    """What the stages of one lane have gathered on one mesh.
+    """The gathered parameters of one lane's stages on one mesh.
 
     Attributes:
-        buffers: what is gathered or under way, by what it was made of; who needs one holds it, too.
-        kept: the same, for calls that keep it until the step ends.
+        buffers: gathers in flight or complete, by key (`key_of`). A call that uses one also holds a reference itself.
+        kept: gathers that stay until the step ends, for `reshard="step"`.
         orders: orders that `layers` announced, the latest last.
-        last: by the layouts of a stage, how its last call gathered it, and whether it kept that; the next is expected
-            to do the same.
-        tape: of the calls that are made now.
+        last: by the layouts of a stage, the plan of its last call, and whether that call kept the gathered parameters;
+            prefetch assumes that the next call does the same.
+        tape: the tape to which calls are now added.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -109,7 +113,7 @@ class Prefetch:
     def announce(self, order: PrefetchOrder) -> None:
         """Announces stages in the order of their use, until it is withdrawn or the step ends."""
         self.withdraw(order)
-        if not functorch.inside_transform():  # where nothing is gathered ahead
+        if not functorch.inside_transform():  # transforms use the composition, which gathers nothing ahead
             self.orders.append(order)
 
     def withdraw(self, order: PrefetchOrder) -> None:
@@ -132,7 +136,7 @@ class Prefetch:
         return gathered
 
     def _found(self, key: Key) -> Gathered | None:
-        """What is there, or under way."""
+        """The gather with this key, in flight or complete; None if there is none."""
         gathered = self.buffers.get(key) or self.kept.get(key)
         if gathered is None and key in self.tape.held:
             gathered = self.tape.held[key][0]
@@ -148,7 +152,7 @@ class Prefetch:
             self.buffers.pop(call.key, None)
 
     def announced(self, call: Call) -> list[Wanted]:
-        """The stages that `layers` announced to come next, if a call has shown how they are gathered."""
+        """The gathers of the stages that `layers` announced next, as far as earlier calls have shown their plans."""
         signature, count = call.signature, call.signature.options.prefetch
         self.last[signature.layouts] = call.plan, call.keeps
         groups = None
@@ -172,16 +176,16 @@ class Prefetch:
                 self.gathering.disk.announce(shard)
 
     def _turn(self, call: Call, requests: Sequence[Wanted], places: int = 0) -> None:
-        """Starts what is needed now and what is likely to be next.
+        """Starts the requested gathers, and drops all others from `buffers`; calls that still use those hold them.
 
-        Lets go of all else, which those hold who need it; but where fewer than `places` come, as at the end of forward,
-        what came last stays, as backward begins with that.
+        If there are fewer than `places` requests, as at the end of forward, the latest buffers stay: backward begins
+        with these.
         """
         staying = {request.key for request in requests}
         places -= len(staying)
         staying.update([key for key in reversed(self.buffers) if key not in staying][:places] if places > 0 else ())
         for key in [key for key in self.buffers if key not in staying]:
-            self.buffers.pop(key).wait()  # if nobody used it, its memory is written to until it has come
+            self.buffers.pop(key).wait()  # an unused gather writes into its memory until it has arrived
         for request in requests:
             gathered = self._found(request.key)
             if gathered is None:
@@ -189,7 +193,7 @@ class Prefetch:
                     gathered = self.start(call, request)
                 gathered.of = request.of
             self.buffers.pop(request.key, None)
-            self.buffers[request.key] = gathered  # as the latest
+            self.buffers[request.key] = gathered  # dicts keep the order of insertion: this is the latest now
 
     def start(self, call: Call, request: Wanted) -> Gathered:
         """Starts a gather, for a call."""
@@ -199,14 +203,15 @@ class Prefetch:
         return Gathered(request.plan, request.shards, self.gathering, request.again, request.keeps)
 
     def forget(self, gathered: Gathered) -> None:
-        """What was gathered must not be used again."""
+        """Drops a gather that failed, or into which a function wrote, so that no call uses it again."""
         for store in (self.buffers, self.kept):
             for key in [key for key, other in store.items() if other is gathered]:
                 del store[key]
 
     def end_forward(self, call: Call, gathered: Gathered) -> None:
-        """Ends the use of what was gathered in forward; keeps pieces from which backward gathers, if they are larger
-        than the shards.
+        """Ends the use of gathered parameters in forward.
+
+        With a secondary placement (ZeRO++'s hpZ) it keeps a larger shard, from which backward gathers.
         """
         if call.tape is None:  # no backward comes, and shards may change unseen until the next call
             self.buffers.pop(call.key, None)
@@ -223,7 +228,7 @@ class Prefetch:
         call.secondary = secondary[call.key]
 
     def piece(self, gathered: Gathered, gather: Gather) -> Tensor:
-        """A copy of this rank's own part of what was gathered, from which backward gathers."""
+        """A copy of this rank's larger shard of the gathered parameters, from which backward gathers."""
         comm = self.communicator(gather.layout.placement.axes)
         return gathered.piece(gather, 0 if comm is None else comm.axis.index)
 
@@ -234,14 +239,14 @@ class Prefetch:
         if call.again:
             self._turn(call, [self._again(call), *self.before(call)])
             call.gathered = self._found(call.key)
-        else:  # a function that runs again where its parameters are kept
+        else:  # a recomputed function whose parameters were kept
             call.gathered = self._found(call.key) or self.start(call, self._again(call))
 
     def _again(self, call: Call) -> Wanted:
         if autograd.versions_of(call.shards) != call.versions:
             raise RuntimeError(
                 f"{call.signature}: a shard has been modified by an inplace operation between forward and backward, "
-                f"which would compute with other numbers: update parameters after backward"
+                f"which would compute with different numbers: update parameters after backward"
             )
         if call.secondary is not None:
             return Wanted(call.key, call.secondary.plan, call.secondary.shards, call.shards, again=True)

@@ -1,6 +1,6 @@
-"""Runs a function again in backward: what autograd saves in its first run are numbers, not tensors.
+"""Recomputes a function in backward: in the first forward, hooks save an index in place of each tensor.
 
-`torch.utils.checkpoint` does the same, but loads torch's compiler, and does not rewind generators among the arguments.
+`torch.utils.checkpoint` does the same, but imports torch's compiler, and rewinds no generators among the arguments.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Kind = tuple[torch.Size, torch.dtype]
 
 
 class _Keep(torch.autograd.Function):
-    """Keeps tensors as autograd keeps them, so that the hooks around see them."""
+    """Keeps the inputs by `save_for_backward`, so that the surrounding hooks, such as offloading, apply to them."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ class _Keep(torch.autograd.Function):
 
 
 class _Saved:
-    """What autograd holds in place of a tensor; its number in the order of those that it still holds after the run."""
+    """The placeholder that hooks save for a tensor; after a run, numbered among the placeholders still alive."""
 
     __slots__ = ("__weakref__", "number")
 
@@ -46,18 +46,18 @@ class _Saved:
 
 
 class Recomputed:
-    """One call of a function: how to run it again, and what that has given so far.
+    """One call of a recomputed function: its inputs and state, and the tensors of its second forward.
 
-    A run may also make graphs that are dropped before it ends, such as a probe in the first run alone. So what counts
-    is what autograd still holds after a run, in the order in which it was saved.
+    A run may also make graphs that are dropped before it ends, such as a probe in the first run alone. So saved tensors
+    of the two runs are matched by their order among those that autograd still holds after each run.
 
     Attributes:
-        saved: what autograd saved in the first run, while it runs.
-        kinds: shapes and dtypes of what it still holds after it.
-        operations: those of the first run. Only if they are those of the second, too, does the one's graph take what
-            the other has saved.
-        again: those of the second run that backward has not asked for yet, with their versions.
-        sample: some numbers of the first run's result, if they are compared.
+        saved: placeholders of the tensors that autograd saves while the first run is in progress.
+        kinds: shapes and dtypes of the tensors that autograd still holds after the first run.
+        operations: the first run's operations. They must equal the second's: the graph of the first run reads tensors
+            that the second has saved.
+        again: saved tensors of the second run, with their versions, that backward has not read yet.
+        sample: some values of the first run's result, if runs are compared.
     """
 
     def __init__(
@@ -79,16 +79,16 @@ class Recomputed:
         self.saved: list[weakref.ref[_Saved]] = []
         self.kinds: list[Kind] = []
         self.operations: list[autograd.Operation] = []
-        self.outside: set[Any] = set()  # nodes of what the function closes over
+        self.outside: set[Any] = set()  # nodes of tensors that the function closes over
         self.again: dict[int, tuple[Tensor, int]] = {}
         self.sample: SampledNumbers | None = None
         self.form: ResultSignature | None = None  # of the first run's result, once it has ended
         anchor = torch.empty(0, device="cpu", requires_grad=True)
-        # What needs a gradient would come back without its subclass.
+        # Detached: a tensor that needs a gradient would come back without its subclass.
         self.kept: Any = _Keep.apply(anchor, *[x.detach() for x in tensors])  # type: ignore[no-untyped-call]
 
     def first(self, tensors: Sequence[Tensor], compares: bool) -> Any:
-        """The function's result."""
+        """Runs the function under hooks that save placeholders; returns its result."""
         versions, last = autograd.versions_of(tensors), autograd.last_node()
         with contextlib.ExitStack() as stack:
             if self.contexts:
@@ -106,7 +106,7 @@ class Recomputed:
         self.form, outputs = form_of(result, tensors)
         self.differentiable = [y.requires_grad for y in outputs]
         self.operations = autograd.operations(outputs, tensors, last, self.outside)
-        self.again.clear()  # for a gradient that the function itself took
+        self.again.clear()  # left from a gradient that the function took itself in its first run
         if compares:
             order = self.form.order
             self.sample = SampledNumbers([y.detach() if k >= 0 else None for y, k in zip(outputs, order, strict=True)])
@@ -127,7 +127,7 @@ class Recomputed:
         return x
 
     def second(self) -> None:
-        """Runs the function again, and keeps what autograd saves."""
+        """Runs the function again, keeps its saved tensors, and raises RuntimeError if the runs differ."""
         unique = [
             x.detach().requires_grad_(needs) if needs else x.detach()
             for x, needs in zip(self.kept.grad_fn.saved_tensors, self.needs, strict=True)
@@ -180,7 +180,8 @@ class Recomputed:
             raise RuntimeError(other_result(self.signature, first, then))
 
 
-# As by torch.nn.attention.sdpa_kernel around a forward; they hold for all threads, and on all devices.
+# Backward may run outside of a torch.nn.attention.sdpa_kernel context that was around forward. These flags are global
+# to all threads and devices.
 _KERNELS: list[tuple[Callable[[], bool], Callable[[bool], None]]] = [
     (getattr(torch.backends.cuda, f"{kind}_sdp_enabled"), getattr(torch.backends.cuda, f"enable_{kind}_sdp"))
     for kind in ("flash", "mem_efficient", "math", "cudnn")
@@ -205,7 +206,7 @@ def _allowing(kernels: Sequence[bool]) -> Iterator[None]:
 
 
 def _held(saved: Sequence[weakref.ref[_Saved]]) -> Iterator[tuple[int, _Saved]]:
-    """Those that autograd still holds, numbered."""
+    """The placeholders that autograd still holds, numbered in the order of saving."""
     return enumerate(x for reference in saved if (x := reference()) is not None)
 
 

@@ -1,4 +1,4 @@
-"""What the checker is told of a stage: gathers write to memory without an operation that it could see."""
+"""Reports stages to the checker, which follows operations, and sees none of gathers and reductions."""
 
 from __future__ import annotations
 

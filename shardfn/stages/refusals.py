@@ -1,4 +1,4 @@
-"""What a stage's function must not do, and the errors that say so."""
+"""Errors for stages' functions that write into parameters, mix dtypes, or differ in their recomputation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DTYPES = re.compile("dtype|scalar type|weight type|bias type", re.IGNORECASE)
 
 
 def refuse_mixed(signature: Signature, error: RuntimeError, parameters: Any, arguments: Sequence[Any]) -> None:
-    """Raises RuntimeError in place of torch's if a function mixes parameters of one dtype with arguments of another."""
+    """Raises a clearer RuntimeError if a function mixes parameters and arguments of different dtypes."""
     param_dtypes, arg_dtypes = (
         {x.dtype for x in optree.tree_leaves(tree) if isinstance(x, Tensor) and x.is_floating_point()}
         for tree in (parameters, [x for i, x in enumerate(arguments) if i not in signature.shards])
@@ -31,9 +31,9 @@ def refuse_mixed(signature: Signature, error: RuntimeError, parameters: Any, arg
     )
     first, second = (listed(sorted(map(str, dtypes))) for dtypes in (param_dtypes, arg_dtypes))
     raise RuntimeError(
-        f"{signature}: its function gets parameters of {first} and other arguments of {second}, which it mixes "
-        f"({error}). With {asked_for}: gather_dtype is the dtype in which it gets parameters, input_dtype that of its "
-        f"other arguments; give both the same, or cast inside the function"
+        f"{signature}: its function mixes parameters of {first} and other arguments of {second} ({error}), with "
+        f"{asked_for}. Pass the same gather_dtype (of parameters) and input_dtype (of other arguments), or cast inside "
+        f"the function"
     ) from error
 
 
@@ -47,7 +47,7 @@ def writes(signature: Signature, path: str | None = None) -> str:
 
 
 def other_result(signature: Signature, first: str, then: str) -> str:
-    """The message for a function that returns something else when it runs again."""
+    """The message for a function whose second forward returns a different structure."""
     return (
         f"{signature}: its function ran again for its gradient and returned something else: first {first}, then "
         f"{then}. The gradient would be that of another function. It depends on more than its arguments: a counter, a "
@@ -57,7 +57,7 @@ def other_result(signature: Signature, first: str, then: str) -> str:
 
 
 def other_numbers(signature: Signature, off: Off) -> str:
-    """The message for a function that returns other numbers when it runs again."""
+    """The message for a function whose second forward returns different values."""
     return (
         f"{signature}: its function ran again for its gradient and returned other numbers: tensor {off.number} of its "
         f"result, {off.kind}, differs by {off.part:.1e} of its norm. The gradient would be that of another function. "

@@ -1,4 +1,4 @@
-"""What a second run of a function finds again, and how its result is compared with the first."""
+"""State that a recomputed function needs again (random state, autocast), and comparison of its two results."""
 
 from __future__ import annotations
 
@@ -40,11 +40,9 @@ _NOT_AGAIN = (
 
 
 class RngAndAutocast:
-    """The random state, autocast and `ReplacedFunctions`, on which a function may depend besides its arguments.
+    """The random state, autocast and `ReplacedFunctions` of a call, which its recomputation restores.
 
-    They are kept for running it again.
-
-    The random state is read only if it may run `again`.
+    The random state is read only if the function may run `again`.
     """
 
     __slots__ = ("device", "generators", "numbers", "more", "autocast", "written")  # noqa: RUF023
@@ -60,11 +58,11 @@ class RngAndAutocast:
         self.autocast = {kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
 
     def drawing(self, is_replay: bool) -> Any:
-        """A context for what draws random numbers, in a first run or its replay."""
+        """A context for random draws in a first run or its replay; none here, a subclass may need one."""
         return contextlib.nullcontext()
 
     def autocast_again(self) -> Any:
-        """A context with the autocast of that time."""
+        """A context with the autocast settings of the first run."""
         contexts: list[Any] = [] if self.written is None else [self.written()]
         present = [kind for kind in ("cpu", self.device.type) if torch.is_autocast_enabled(kind)]
         for kind in dict.fromkeys([*self.autocast, *present]):
@@ -74,7 +72,7 @@ class RngAndAutocast:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """A context with the random numbers and autocast of that time."""
+        """A context with the first run's random state and autocast; its end restores the current random state."""
         present = RngAndAutocast(self.device, [generator for generator, _ in self.generators], again=True)
         casting = self.autocast_again()
         self._restore()
@@ -103,13 +101,13 @@ _DISCRETE = (bool, int, str, bytes, torch.dtype, torch.device)
 
 
 class ResultSignature(NamedTuple):
-    """The result of a function, without its numbers.
+    """The result of a function, without its tensors' values.
 
     Attributes:
         tree: the structure.
         leaves: the leaves that are not tensors.
         kinds: dtype and shape of each tensor.
-        order: for each tensor: the index of an output, or `~index` of an input that is returned as it is.
+        order: for each tensor: the index of an output, or `~index` of an input that is returned unchanged.
     """
 
     tree: optree.PyTreeSpec
@@ -159,7 +157,7 @@ def form_of(result: Any, arguments: Sequence[Tensor]) -> tuple[ResultSignature, 
 
 
 def shape_of(x: Tensor) -> torch.Size:
-    """The shape; -1 for a length that may differ in a nested tensor, whose name for it is another in each run."""
+    """The shape; -1 for ragged dimensions of a nested tensor, whose symbolic sizes differ in each run."""
     return torch.Size([x.size(0), *[-1] * (x.dim() - 1)]) if x.is_nested else x.shape
 
 
@@ -183,13 +181,13 @@ class Off(NamedTuple):
 
 
 class SampledNumbers:
-    """Some of the numbers that a function returned: all of a small tensor, evenly spread ones of a large one."""
+    """Some of the values that a function returned: all of a small tensor, evenly spaced ones of a large tensor."""
 
     def __init__(self, tensors: Sequence[Tensor | None]) -> None:
         self.parts = [None if x is None or not _compared(x) else _spread(x).clone() for x in tensors]
 
     def off(self, tensors: Sequence[Tensor]) -> Off | None:
-        """The first tensor of another run whose numbers differ by more than rounding; None if there is none."""
+        """The first tensor of a second run whose values differ by more than rounding; None if there is none."""
         for number, (part, x) in enumerate(zip(self.parts, tensors, strict=True)):
             plain = functorch.unwrapped(x.detach())
             if part is None or plain.dtype != part.dtype:
@@ -202,13 +200,13 @@ class SampledNumbers:
 
 
 def _compared(x: Tensor) -> bool:
-    """Whether a tensor has numbers to compare; integers may differ where rounding decides a tie."""
+    """Whether a tensor's values are compared; not those of integers, which differ where rounding decides a tie."""
     plain = type(x) is Tensor and x.layout is torch.strided and not x.is_nested
     return plain and (x.is_floating_point() or x.is_complex()) and x.numel() > 0
 
 
 def _spread(x: Tensor) -> Tensor:
-    """Evenly spread numbers of a tensor, without the copy of the whole that flattening a non-contiguous one takes."""
+    """Evenly spaced values of a tensor; unlike flattening, it copies no full non-contiguous tensor."""
     step = math.ceil(x.numel() / SAMPLE)
     for dim in range(x.ndim - 1, -1, -1) if not x.is_contiguous() else ():
         stride = min(step, x.shape[dim])

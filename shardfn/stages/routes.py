@@ -1,4 +1,4 @@
-"""How the gradients of a stage's parameters go to the gradient of its shard: along which axes, in which dtypes."""
+"""Routes of gradients from a stage's parameters to its shards: the axes of each hop, dtypes and formats."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Level(NamedTuple):
 
     Attributes:
         along: the communicator of the axis.
-        before: number of pieces along the axes before it, which are scattered later.
+        before: product of the sizes of the axes before it, along which later levels scatter.
     """
 
     along: Communicator
@@ -39,13 +39,13 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True)
 class Route:
-    """Communicators along which a gradient is scattered and then summed; None where there is one rank.
+    """Communicators of the hops of a gradient; None for a hop along which there is one rank.
 
     Attributes:
-        shard: for the first scatter.
-        split: for the second scatter, of each piece.
-        replica: for the sum.
-        levels: scatters along one axis each, in place of the first scatter.
+        shard: for the reduce-scatter over the axes that shard the parameters.
+        split: for the second reduce-scatter, over the replica axes that shard the optimizer state.
+        replica: for the all-reduce over the other replica axes.
+        levels: reduce-scatters along one axis each, which replace the first one where gradients are quantized.
     """
 
     shard: Communicator | None
@@ -56,7 +56,7 @@ class Route:
 
 @dataclass(frozen=True)
 class Dtypes:
-    """Dtypes of a gradient: as the function returns it, as it is summed, and as it arrives."""
+    """Dtypes of a gradient: from the function's backward, in sums, and in the shard."""
 
     function: torch.dtype
     sum: torch.dtype
@@ -65,12 +65,14 @@ class Dtypes:
 
 @dataclass(frozen=True, eq=False)
 class Reduction:
-    """How the gradients of one buffer's parameters become the gradient of its shard; the same at every step.
+    """The reduction of one buffer's gradients to its shard's gradient; static, the same at every step.
 
     Attributes:
-        layout: how the first scatter divides the buffer.
+        layout: the layout by which the first reduce-scatter splits the buffer.
+        route: the communicators of its hops.
+        dtypes: dtypes before, in and after the sum.
         format: the quantized format in which it is sent, if any.
-        purpose: by which only messages for the same gradient meet.
+        purpose: identifies the gradient, so that messages for different gradients cannot be mixed up.
     """
 
     layout: Layout
@@ -80,7 +82,7 @@ class Reduction:
     purpose: Purpose
 
     def in_pieces(self) -> bool:
-        """Whether gradients are sent from where they are, without a copy. All ranks decide alike."""
+        """Whether slices of the gradients are sent without a copy; the same decision on all ranks."""
         shard, summed = self.route.shard, self.dtypes.sum
         return (
             shard is not None
@@ -94,7 +96,7 @@ class Reduction:
 
     @property
     def tier(self) -> Tier:
-        """Where the gradient is kept."""
+        """The memory tier that keeps the gradient."""
         return self.layout.placement.tiers.grads
 
     def marked(self) -> bool:
@@ -110,10 +112,10 @@ def routed(
     mesh: DeviceMesh,
     communicator: Callable[[tuple[str, ...]], Communicator | None],
 ) -> Reduction:
-    """How a buffer's gradient is reduced; with `divides`, to the layout of the shard's optimizer state."""
+    """The reduction of a buffer's gradient; with `divides`, to the layout of the shard's optimizer state."""
     layout = gather.layout
     fine = layout.state_layout if divides else layout
-    first = fine if layout.size == 1 else layout  # a whole parameter's gradient is scattered over all at once
+    first = fine if layout.size == 1 else layout  # unsharded parameters need a single scatter, over all state axes
     axes, replicas = first.placement.axes, fine.placement.replicas
     levels = _levels(axes, sizes(mesh), communicator) if format else ()
     split, replica = map(communicator, (fine.placement.axes[len(axes) :], replicas))
@@ -123,7 +125,7 @@ def routed(
 
 
 def _levels(axes: tuple[str, ...], size_of: Any, communicator: Callable[..., Any]) -> tuple[Level, ...]:
-    """A scatter axis by axis, from the mesh's last: its links are the fastest, and less is left for the others."""
+    """Scatters along single axes, the mesh's last axis first: its links are the fastest, and later hops send less."""
     remaining, levels = [name for name in axes if size_of[name] > 1], []
     for name in sorted(remaining, key=list(size_of).index, reverse=True):
         i = remaining.index(name)

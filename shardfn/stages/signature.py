@@ -1,4 +1,7 @@
-"""How the arguments of a stage consist of flat shards and other values, worked out once for each structure."""
+"""The structure of a stage's arguments: which leaves are flat shards, and of which parameters.
+
+A signature is made once for each structure, and cached: later calls with the same structure skip this work.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +38,14 @@ class Signature:
         shards: indices of the flat shards among the flat leaves.
         layouts: layouts of the flat shards, in the same order.
         wholes: quantized parameters that are not sharded, by the indices of their leaves.
-        known: plans by the dtypes of the shards.
+        known: gather plans by the dtypes of the shards.
         writable: whether there are lists, dicts or deques among the arguments.
         computes: whether the function uses the parameters, or this rank only takes part in the collectives.
-        sampled: whether the numbers of a second run were compared with those of the first.
-        paired: the stages that it is in forward mode, by which arguments have tangents, and of which gradients only the
-            tangents are read.
-        reverses: whether torch.func.vjp can run the function on pairs, as far as is known.
-        apart: the stage that it is where the rows of a batch are apart.
+        sampled: whether a second forward's values were compared with the first's; done at the first call alone.
+        paired: the forward-mode versions of this stage (`forward_mode/pairs.py`), by which arguments have tangents, and
+            by the gradients of which only the tangents are read.
+        reverses: whether torch.func.vjp can run the function on pairs of primal and tangent, as far as is known.
+        apart: the per-example version of this stage (`curvature`).
     """
 
     name: str
@@ -76,13 +79,13 @@ class Signature:
 
     @functools.cached_property
     def summed(self) -> str:
-        """How gradients are reduced, as far as the layouts do not say it; for comparison between ranks."""
+        """The options for reducing gradients that no layout has, as text that ranks compare."""
         requested = {"reduce_dtype": self.options.reduce_dtype, "reduce": self.options.reduce}
         return "".join(f", {name}={value}" for name, value in requested.items() if value is not None)
 
     @functools.cached_property
     def keep(self) -> Keep:
-        """What calls keep from forward to backward: the most that any of their layouts asks for."""
+        """The gathered values that calls keep from forward to backward: the most that any of their layouts asks for."""
         if self.options.reshard is not None:
             return keep_of(self.options.reshard)
         requested = [layout.placement.keep for layout in self.layouts]
@@ -94,7 +97,7 @@ class Signature:
         return tuple(dict.fromkeys(name for layout in self.layouts for name in layout.placement.only_at_axes))
 
     def refuse_elsewhere(self) -> None:
-        """Raises ValueError on a rank that holds nothing of the parameters."""
+        """Raises ValueError on a rank that holds none of the parameters."""
         for layout in self.layouts:
             if not layout.here(process_groups.global_rank()):
                 only_at = ", ".join(f"{axis}={position}" for axis, position in layout.placement.only_at)
@@ -104,7 +107,7 @@ class Signature:
                 )
 
     def plan(self, shards: Sequence[Tensor]) -> GatherPlan:
-        """How these shards are gathered."""
+        """The gather plan for shards of these dtypes."""
         dtypes = tuple([shard.dtype for shard in shards])
         plan = self.known.get(dtypes)
         if plan is None:
@@ -120,7 +123,7 @@ class Signature:
     def call(
         self, leaves: Sequence[Any], views: Sequence[Sequence[Any]], decode: Callable[[Packed], Tensor] | None = None
     ) -> Any:
-        """Calls the function with whole parameters in place of shards; `decode` decodes the quantized ones."""
+        """Calls the function with full parameters in place of shards; `decode` decodes the quantized ones."""
         outer, first_layout = [], 0
         for source in self.sources:
             if source[0] in self.shards:
@@ -140,7 +143,7 @@ class Signature:
         return result
 
     def nodes(self, leaves: Sequence[Any]) -> list[Any]:
-        """The arguments, with each stage's parameters as one."""
+        """The arguments, with each stage's flat shards as one node."""
         nodes: list[Any] = []
         layouts, shards = iter(self.layouts), set(self.shards)
         for indices in self.sources:
@@ -209,8 +212,8 @@ def signature_of(name: str, function: Callable[..., Any], options: Options, args
         buffers = [other for other in layouts if other.stage == layout.stage and other.tree == layout.tree]
         if sum(len(entry.leaves) for other in buffers for entry in other.entries) % layout.tree.num_leaves:
             raise ValueError(
-                f"stage {name}: {layout.stage!r} has parameters in several buffers, of which {layout} came alone: "
-                f"pass all that shard() put in its place"
+                f"stage {name}: {layout.stage!r} has parameters in several buffers, but got {layout} alone: pass "
+                f"all that shard() returned in its place"
             )
     values = (args, tuple(kwargs.values()))
     containers = optree.tree_leaves(values, is_leaf=lambda x: is_stage(x) or isinstance(x, (list, dict, deque)))
@@ -225,7 +228,7 @@ def decoded(tree: Any, decode: Callable[[Packed], Tensor]) -> Any:
 
 
 def cast(x: Any, dtype: torch.dtype | None) -> Any:
-    """Casts a floating-point tensor; returns anything else as it is."""
+    """Casts a floating-point tensor; returns anything else unchanged."""
     return x.to(dtype) if dtype is not None and isinstance(x, Tensor) and x.is_floating_point() else x
 
 

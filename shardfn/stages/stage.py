@@ -1,7 +1,8 @@
-"""Stages: functions whose parameters are gathered just before they run, and whose gradients are reduced just after.
+"""Stages: functions whose parameters are gathered before they run, and whose gradients are reduced after backward.
 
-A schedule runs a stage's forward and backward under autograd. Inside of torch.func's transforms, and in their graphs, a
-stage runs as a composition of collectives. In other contexts a thread calls stages in another `way`.
+Under autograd a `Schedule` issues the gathers and reductions of a call, as FSDP2's hooks do. Inside torch.func
+transforms and in traced graphs a call is composed of differentiable collectives (`composition.py`). Some contexts, such
+as `shardfn.jvp`, replace the function by which this thread calls stages: `way.call`.
 """
 
 from __future__ import annotations
@@ -68,28 +69,28 @@ def stage(
     input_dtype: torch.dtype | None = None,
     output_dtype: torch.dtype | None = None,
 ) -> Any:
-    """Turns a function of whole parameters into one of flat shards: all-gather, compute, reduce-scatter.
+    """Turns a function of full parameters into one of flat shards: all-gather, compute, reduce-scatter.
 
-    The function gets whole parameters in place of each `FlatShard` among the arguments (or of the dict that `shard`
-    puts in place of a stage's parameters). They are views of what was gathered: compute with them, and write into
-    none. Calls without any shards run the function as it is. Works as a decorator.
+    The function gets full parameters in place of each `FlatShard` among the arguments (or of the dict that `shard`
+    puts in place of a stage's parameters). They are views of the gathered buffer: do not write into them. A call
+    without shards runs the function unchanged. Works as a decorator.
 
     Args:
         fn: a pure function: its result depends on its arguments (any pytrees), which it does not change.
-        remat: False keeps activations for backward; True computes them again; `offload(to, above)` moves the large
-            ones to the memory of the host, or to disk, until backward, and "offload" is `offload()`; a policy for
+        remat: False keeps activations for backward; True recomputes them; `offload(to, above)` moves the large ones to
+            host memory, or to disk, until backward, and "offload" is `offload()`; a policy for
             `torch.utils.checkpoint.create_selective_checkpoint_contexts`, or a list of ops, says which results to
-            keep. The second run draws the same random numbers.
+            keep. The second forward draws the same random numbers.
         reshard: when the gathered parameters are freed: True, after forward, and backward gathers them again; False,
-            after backward; "step", after the whole step. Default: as `Placement.reshard` says.
+            after backward; "step", after the step with all its micro-batches. Default: as `Placement.reshard` says.
         prefetch: how many gathers run ahead, of the layers that `layers` announces, and in backward. Each takes a
             buffer of the size of the largest stage, in addition to the one in use.
         gather_dtype: dtype in which floating-point parameters are gathered and passed to the function; default: the
             shard's own.
         reduce_dtype: dtype in which their gradients are reduced; default: the shard's own.
         gather: quantized format in which floating-point parameters are gathered, such as `quant.int8()`: each rank
-            encodes its piece, and all ranks compute with the decoded numbers. Gradients ignore the rounding. Default:
-            as `Placement.gather` says.
+            quantizes its shard, and all ranks compute with the dequantized values. Gradients ignore the rounding.
+            Default: as `Placement.gather` says.
         reduce: quantized format in which their gradients are reduced: each is rounded when it is sent, by one
             all-to-all for each axis, and sums are in float32. Transforms of torch.func send them unrounded. Default: as
             `Placement.reduce` says.
@@ -98,16 +99,16 @@ def stage(
 
     Returns:
         A function with the same signature. Derivatives with respect to shards are those of the composition
-        `fn(all_gather(pvary(shard)))`: gradients are reduce-scattered over the axes that cut the shard, then summed
-        over its replicas. Derivatives by autograd and by `shardfn.jvp` run the schedule; those by torch.func run the
-        composition, which keeps gathered parameters.
+        `fn(all_gather(pvary(shard)))`: gradients are reduce-scattered over the axes that shard the parameters, then
+        summed over the replica axes. Derivatives by autograd and by `shardfn.jvp` run the schedule; those by torch.func
+        run the composition, which keeps gathered parameters.
 
     Raises:
-        RuntimeError: a function that writes into a parameter, or returns something else when it runs again; in a
-            `shardfn.jvp` of a gradient, one that runs again and closes over a tensor that needs a gradient; ranks that
-            run different stages.
-        ValueError, TypeError: shards of another mesh, of the wrong shape, or only some of a stage's; a module that has
-            parameters of its own.
+        RuntimeError: a function that writes into a parameter, or whose second forward returns a different result; in a
+            `shardfn.jvp` of a gradient, one that is recomputed and closes over a tensor that needs a gradient; ranks
+            that run different stages.
+        ValueError, TypeError: shards of a different mesh or shape, or only some of a stage's; a module that has
+            parameters.
 
     Example:
         ``block = stage(block, remat=True)``, then ``for p in layers(params["blocks"]): x = block(p, x)``
@@ -122,7 +123,7 @@ def stage(
 
 @dataclass(eq=False)
 class Made:
-    """What a stage was made from; `skipping` is the stage that `skip` calls instead."""
+    """The arguments from which a stage was made; `skipping` is the stage that `skip` calls instead."""
 
     name: str
     function: Callable[..., Any]
@@ -131,7 +132,7 @@ class Made:
 
 
 def made(name: str, function: Callable[..., Any], options: Options, computes: bool = True) -> Callable[..., Any]:
-    """Makes a stage; if it does not compute, it only takes part when other ranks call the stage of the same name."""
+    """Makes a stage; without `computes` it only joins the collectives of other ranks' calls of that stage."""
     signatures: dict[Any, Signature] = {}
 
     @functools.wraps(function)
@@ -154,7 +155,7 @@ def made(name: str, function: Callable[..., Any], options: Options, computes: bo
 
 
 def _in_function(name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Calls the function of a stage where torch.compile traces a function that calls it, and no argument is a shard."""
+    """Calls a stage's function while torch.compile traces the caller, with decoded parameters; rejects flat shards."""
     dynamo.trace_dicts()
     nodes, tree = optree.tree_flatten((args, kwargs), is_leaf=lambda x: type(x) in (FlatShard, Packed))
     if any(type(node) is FlatShard for node in nodes):
@@ -164,7 +165,7 @@ def _in_function(name: str, function: Callable[..., Any], args: Any, kwargs: Any
 
 
 class Layers(Sequence[T]):
-    """The sequence that `layers` returns. It tells the schedules which stage follows which."""
+    """The sequence that `layers` returns; it announces the order of stages to the schedules."""
 
     def __init__(self, items: Iterable[T]) -> None:
         self._items = list(items)
@@ -193,7 +194,7 @@ class Layers(Sequence[T]):
 
 
 def layers(items: Iterable[T]) -> Sequence[T]:
-    """The parameters of layers in the order of use; while a stage runs on one, those of the next are gathered.
+    """Announces the order of layers, so that the next layer's parameters are gathered while one computes.
 
     Args:
         items: parameters of stages, in the order in which the stages will be called.
@@ -202,7 +203,7 @@ def layers(items: Iterable[T]) -> Sequence[T]:
         TypeError: a dict, which iterates over its keys.
 
     Returns:
-        The same items. Schedules know their order until they have been called.
+        The same items as a sequence. Schedules prefetch in this order until all items have been called.
 
     Example:
         ``for p in layers(params["blocks"]): x = block(p, x)``, or for a whole model
@@ -223,7 +224,7 @@ def _flats(item: Any) -> list[FlatShard]:
 
 
 def skip(stage: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tensor:
-    """Takes part in other ranks' call of a stage without computing: in its gather, and with zeros in its gradient.
+    """Joins other ranks' call of a stage without computing: in its gather, and in its reduction with a zero gradient.
 
     All ranks call the same stages in the same order. A rank that has no use for one, such as a layer of an image
     encoder when its batch has no images, skips it where other ranks call it.
@@ -255,7 +256,7 @@ def skip(stage: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tensor:
     module_skip = getattr(getattr(stage, "forward", None), "_shardfn_skip", None)
     if module_skip is not None:
         return module_skip(*args, **kwargs)
-    if isinstance(stage, nn.Module):  # in plain torch, or loose: there is nothing to take part in
+    if isinstance(stage, nn.Module):  # a module outside of `functional` or of any stage has no collectives to join
         return _zero(type(stage).forward)(list(stage.parameters()), *args, **kwargs)
     source: Made | None = getattr(stage, "_shardfn_made", None)
     if source is None or getattr(stage, "__wrapped__", None) is not source.function:
@@ -269,7 +270,7 @@ def skip(stage: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _zero(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function with the name of another that returns zero, with derivatives of zero in all arguments."""
+    """A function with the name of `function` that returns zero, with zero derivatives in all arguments."""
 
     @functools.wraps(function)
     def zero(*args: Any, **kwargs: Any) -> Tensor:
@@ -285,19 +286,22 @@ def _zero(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _StageCaller(threading.local):
-    """How this thread calls stages with shards among their arguments, if in another way than `called`."""
+    """The function by which this thread calls stages on flat shards; None for `called`, the default.
+
+    `shardfn.jvp`, per-example gradients and compiled steps replace it.
+    """
 
     call: Callable[[Signature, list[Any]], Any] | None = None
 
     def __reduce__(self) -> str:
-        return "way"  # pickled with a stage that another process is to call, where it is the one of that process
+        return "way"  # pickled by name: a stage that is sent to another process uses that process's object
 
 
 way = _StageCaller()
 
 
 def called(signature: Signature, leaves: list[Any]) -> Any:
-    """Calls a stage by its schedule; inside of torch.func's transforms and in graphs, composes it of collectives."""
+    """Calls a stage by its schedule; inside torch.func transforms and traced graphs, composes it of collectives."""
     composes = dispatch.in_graph() or functorch.inside_batching_or_forward() or functorch.inside_transform()
     return called_by(None if composes else schedule_of, signature, leaves)
 
@@ -305,9 +309,9 @@ def called(signature: Signature, leaves: list[Any]) -> Any:
 def called_by(
     schedules: Callable[[DeviceMesh], Schedule] | None, signature: Signature, leaves: list[Any], make: Any = Call
 ) -> Any:
-    """Calls a stage by the schedule of its mesh, as a call that `make` makes; with None it is composed.
+    """Calls a stage by the schedule of its mesh; with None for `schedules`, by its composition.
 
-    Lets go of the shards among the leaves.
+    `make` is the class of the call. Drops the references to shards in `leaves`.
     """
     mesh = mesh_of(signature.layouts[0].grid, f"stage {signature.name}: {signature.stage!r}")
     if planned.blocks and elsewhere():

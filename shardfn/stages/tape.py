@@ -14,14 +14,17 @@ LONGEST = 4096  # most calls on a tape; bounds it in a program that never asks f
 
 
 class CallTape:
-    """The calls of one step that may get a backward, in order; without a step, those since the last backward."""
+    """The calls of one step that may get a backward, in order.
+
+    Without a step, it has the calls since the last backward.
+    """
 
     def __init__(self, step: Step | None) -> None:
         self.step = step
         self.runs: list[Call] = []
-        self.held: dict[Key, list[Any]] = {}  # what calls keep from forward to backward, and how many do
-        self.secondary: dict[Key, Secondary] = {}  # pieces that forward left for backward to gather from
-        self.keys: dict[GatherPlan, Key] = {}  # of which tensors each stage was called with
+        self.held: dict[Key, list[Any]] = {}  # gathers kept until backward, and by how many calls
+        self.secondary: dict[Key, Secondary] = {}  # larger shards that forward kept, from which backward gathers
+        self.keys: dict[GatherPlan, Key] = {}  # the shards with which each stage was last called
         self.closed = False
         self.front: int | None = None  # the last call that a step's backward has reached
 

@@ -1,7 +1,8 @@
-"""Checks that a function leaves its parameters as they were, and says what it did to them otherwise.
+"""Checks that a stage's function does not change its parameters.
 
-It may assign another dtype or memory order to `.data`, as `module.float()` does: this ends with the call. Other numbers
-would last in a process that holds the parameters whole, and would be lost here.
+A function may assign the same values in a different dtype or memory order to `.data`, as `module.float()` does: that
+has no effect after the call. It may not assign different values: these would persist in plain PyTorch, but parameters
+of a stage are temporary gathered copies.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ Parameters = Sequence[Sequence[Tensor]]
 
 
 class Snapshot:
-    """Parameters as they are before a function runs, to compare with what they are after it.
+    """The parameters before a function runs, with checksums, to be compared after it.
 
     Attributes:
-        passed: called where nothing has changed.
-        twins: other tensors of the same memory, with their checksums in `before`. A write through `.data` changes no
-            version counter.
+        passed: called after a check that found no change.
+        twins: aliases of the parameters, which stay if the function replaces a parameter's `.data`.
+        before: checksums of the twins, as a write through `.data` changes no version counter.
+        versions: version counters of the twins.
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class Snapshot:
                 self.add(p)
 
     def add(self, p: Tensor) -> None:
-        """Adds a parameter, decoded, if it is none of those that have paths."""
+        """Adds a parameter; those added after the first ones are decoded parameters, which have no paths."""
         with functorch.outside_transforms(), modes.policies_unseen():
             twin = functorch.unwrapped(p).detach()
             self.parameters.append(p)
@@ -55,10 +57,10 @@ class Snapshot:
             self.versions += autograd.versions_of([twin])
 
     def check(self) -> None:
-        """Compares.
+        """Compares the parameters with the snapshot.
 
         Raises:
-            RuntimeError: the function wrote into a parameter, or put another tensor into its `.data`.
+            RuntimeError: the function wrote into a parameter, or assigned a different tensor to its `.data`.
         """
         paths = [*self.paths, *["a parameter in few bits"] * (len(self.twins) - len(self.paths))]
         with functorch.outside_transforms(), modes.policies_unseen():
@@ -77,7 +79,7 @@ class Snapshot:
 def snapshot(
     signature: Signature, layouts: Iterable[Layout], parameters: Parameters, compared: set[Any], kind: Any
 ) -> Snapshot | None:
-    """The parameters before a call of a kind that has not been `compared`; None for others, and without memory."""
+    """A snapshot for the first call of a kind; None for later calls, and for tensors without memory."""
     if kind in compared and not debugging.memory:
         return None
     if (
@@ -90,7 +92,7 @@ def snapshot(
 
 
 def keeps_numbers(after: Any, before: Tensor) -> bool:
-    """Whether `after` has the numbers of `before`, converted to its own dtype; strides may differ."""
+    """Whether `after` has the values of `before`, converted to its dtype; strides may differ."""
     if after is before:
         return True
     if not isinstance(after, Tensor) or after.shape != before.shape or after.device != before.device:
@@ -117,7 +119,7 @@ def first_written(tensors: Sequence[Tensor], before: Sequence[Any]) -> int | Non
 
 
 def _assigned(signature: Signature, path: str, after: Tensor, before: Tensor) -> str:
-    """The message for another tensor in `.data`."""
+    """The message for a different tensor in `.data`."""
     was, is_now = (kind_of(x.dtype, x.shape) for x in (before, after))
     kinds = "other numbers" if was == is_now else f"{was} before, {is_now} now"
     return (
@@ -128,7 +130,7 @@ def _assigned(signature: Signature, path: str, after: Tensor, before: Tensor) ->
 
 
 def _written(signature: Signature, path: str) -> str:
-    """The message for a write past autograd."""
+    """The message for a write that autograd did not see."""
     return (
         f"{signature}: its function writes into {path} past autograd, through .data, numpy, an in-place collective or "
         f"a kernel of its own. Parameters are a gathered copy or the shard itself, and what it writes "

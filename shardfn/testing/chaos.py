@@ -44,7 +44,7 @@ _active = threading.Lock()
 def chaos(mesh: DeviceMesh, seed: int = 0, *, longest: float = 0.002) -> Iterator[Chaos]:
     """A context in which the stages on a mesh communicate as late and as unordered as on NCCL.
 
-    It is for gloo processes, for one mesh at a time, and all ranks of the mesh must use it alike.
+    It is for gloo processes, for one mesh at a time, and all ranks of the mesh must use it in the same way.
 
     Args:
         mesh: a mesh of CPU processes.
@@ -131,7 +131,7 @@ class Chaos:
         """Raises RuntimeError if a message was dropped, so that it cannot be waited for."""
         dropped = [name for message, name in self._left.items() if message() is None]
         if dropped:
-            raise RuntimeError(f"chaos: nobody waited for {len(dropped)} messages, and nobody will: {dropped[0]}")
+            raise RuntimeError(f"chaos: no rank waits for {len(dropped)} messages: {dropped[0]}")
 
     def close(self) -> None:
         """Ends its threads."""

@@ -19,7 +19,7 @@ Kind = Literal["processes", "threads", "fake", "alone"]
 
 
 class World:
-    """`size` ranks that run functions together, with `torch.distributed` initialised in each.
+    """`size` ranks that run functions together, with `torch.distributed` initialized in each.
 
     The function, its arguments and its results are copied by pickling, so nothing is shared with the caller, and
     lambdas and closures work. Every call starts with seed 0, float32 as the default dtype and the caller's warning

@@ -152,7 +152,7 @@ class Activation:
         left: an event after which that copy is complete.
         place: the copy on disk.
         parts: how many parts of it are still to be written to disk.
-        coming: the read from disk that is under way.
+        coming: the read from disk that is in flight.
         back: the range, back on the device.
         arrived: an event after which `back` is complete.
     """
@@ -435,7 +435,7 @@ def offloading(offloaded: Away, mesh: DeviceMesh, run: CallOfStage) -> Offloadin
         return Offloading(offloaded, options, placing.file_of(mesh, "activations"), run)
     except ValueError as error:
         raise ValueError(
-            f'{run.signature}: remat=offload(to="disk"), but nobody has said where: pass a '
+            f'{run.signature}: remat=offload(to="disk"), but the folder is unknown: pass a '
             f"folder on a local disk, make_mesh(..., scratch=folder), or set {placing.SCRATCH}"
         ) from error
 

@@ -104,7 +104,7 @@ def _key(x: Tensor) -> tuple[int, int]:
 # --- gradients, which leave the device as they are computed ---
 
 
-BEHIND = 2  # gradients that may be under way to disk at a time
+BEHIND = 2  # gradients that may be in flight to disk at a time
 
 
 class GradOffload:
@@ -151,7 +151,7 @@ class GradOffload:
         """Waits until all gradients have arrived.
 
         Raises:
-            RuntimeError: one of them cannot be written; afterwards none is under way.
+            RuntimeError: one of them cannot be written; afterwards none is in flight.
         """
         try:
             while self._going:

@@ -37,7 +37,7 @@ def _folder(mesh: DeviceMesh, kind: str) -> str:
     folder: str = next(filter(None, folders), os.environ.get(SCRATCH) or (tempfile.gettempdir() if planned() else ""))
     if not folder:
         raise ValueError(
-            f"{kind} are to be on disk, but nobody has said where: pass a folder on a local disk, make_mesh(..., "
+            f"{kind} are to be on disk, but the folder is unknown: pass a folder on a local disk, make_mesh(..., "
             f"scratch=folder), or set {SCRATCH}"
         )
     return os.path.abspath(os.path.expanduser(folder))

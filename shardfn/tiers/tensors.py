@@ -176,8 +176,8 @@ class File:
         if os.getpid() != self.process:
             raise RuntimeError(
                 f"process {os.getpid()} is a fork of {self.process}, whose {self.kind} are in a file in "
-                f"{self.folder!r}: it can read them, but not change them or add to them. Start processes "
-                f'by "spawn", or leave what is on disk to the one that made it'
+                f"{self.folder!r}: it can read but not change them. Start processes by "
+                f'"spawn", or change them only in process {self.process}'
             )
 
     def _refuse_cut(self, verb: str, nbytes: int) -> None:
@@ -187,7 +187,7 @@ class File:
             raise OSError(
                 errno.EIO,
                 f"{verb} {nbytes / 1e6:.1f} MB of {self.kind} in {self.folder!r} failed: the file ends at "
-                f"{nbytes_now} bytes and had {had}: something else has cut it off. What it held is lost: start "
+                f"{nbytes_now} bytes and had {had}: something else has truncated it. Its contents are lost: start "
                 f"again from the last checkpoint",
             )
 

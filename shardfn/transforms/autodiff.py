@@ -1,7 +1,7 @@
 """Gradients of functions of pytrees: exactly those of the loss as written, not averaged or reduced over ranks.
 
-There are two engines for one meaning: plain autograd, which keeps no graph for a second derivative unless something
-outside needs one, and torch.func inside its own transforms.
+There are two engines with the same results: plain autograd, which keeps no graph for a second derivative unless
+something outside needs one, and torch.func inside its own transforms.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def value_and_grad(
 def differentiating(
     f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False, unread: bool = False
 ) -> Callable[..., tuple[Any, Any]]:
-    """`value_and_grad`; with `unread`, the gradient's tangents are right alone, and it may be anything itself."""
+    """`value_and_grad`; with `unread`, only the gradient's tangents are valid, not the gradient itself."""
     called = module_told("value_and_grad", f)
 
     @api_boundary
@@ -148,16 +148,15 @@ def _by_torch_func(
 
 @contextlib.contextmanager
 def refusing_writes() -> Iterator[None]:
-    """A context that says what to do instead where a loss writes into what it is differentiated by."""
+    """A context that replaces torch's error for a loss that writes into a differentiated parameter by a clearer one."""
     try:
         yield
     except RuntimeError as error:
         if "leaf Variable that requires grad" not in str(error):
             raise
         raise RuntimeError(
-            "the loss writes into a parameter by which it is differentiated, at the line above in the traceback: "
-            "compute with a new tensor, such as p * 0.9 for p.mul_(0.9), and change parameters outside of the loss, by "
-            "an optimizer or in the tree"
+            "the loss writes into a parameter by which it is differentiated, at the line above. Compute a new tensor, "
+            "such as p * 0.9 for p.mul_(0.9), and change parameters outside of the loss"
         ) from error
 
 
@@ -179,7 +178,8 @@ def _by_autograd(
                 value, aux = loss(*variables)
             reaches_outside = bool(recording_outside or step.schedules) and reaches_others((value, aux), variables)
             connected = any(leaf.requires_grad for leaf in leaves)
-            # Stages communicate otherwise where a graph is made: ranks must not decide that by references.
+            # With a graph, stages communicate differently. So where stages ran, `keep` must not depend on references to
+            # tensors, which may differ between ranks.
             is_held = connected or (reaches_outside and autograd.held_leaves(tensors_of((value, aux)), variables))
             keep = recording_outside and (is_held or (reaches_outside and bool(step.schedules)))
             if keep and step.pushed:
@@ -205,7 +205,7 @@ def _by_autograd(
 
 
 def follow_parts(recorder: recording.TraceRecorder, flat: Tensor, layout: Layout) -> None:
-    """Tells a checked call what is where in a flat shard, or in its gradient."""
+    """Reports to a checked call the parameters' ranges in a flat shard, or in its gradient."""
     number = {entry.path: k for k, entry in enumerate(layout.entries)}
     parts = local_parameters(FlatShard(flat, layout))
     recorder.values.stretches(
@@ -214,7 +214,7 @@ def follow_parts(recorder: recording.TraceRecorder, flat: Tensor, layout: Layout
 
 
 def follow(collected: dict[int, Tensor], variables: Sequence[Tensor], layouts: Sequence[Layout | None]) -> None:
-    """Tells a checked call along which axes the gradients vary that stages have summed."""
+    """Reports to a checked call the axes along which the gradients from stages vary."""
     recorder = recording.current()
     if recorder is None:
         return
@@ -246,7 +246,7 @@ def totals(
 
 
 def _divided(gradient: Tensor, layout: Layout | None) -> Tensor:
-    """This rank's part of a gradient, where it is cut further than its parameter."""
+    """This rank's part of a gradient that is sharded over more axes than its parameter; else the gradient."""
     if layout is None or not _divides(layout):
         return gradient
     has_axes = current_axes() is not None
@@ -255,7 +255,7 @@ def _divided(gradient: Tensor, layout: Layout | None) -> Tensor:
 
 
 def _divides(layout: Layout) -> tuple[str, ...]:
-    """The axes along which a gradient is cut further than its parameter; empty if it is not."""
+    """The axes over which a gradient is sharded, but not its parameter; usually none."""
     return layout.placement.gradients[len(layout.placement.axes) :] if layout.state_layout is not layout else ()
 
 
@@ -275,11 +275,11 @@ class Variables:
         self.layouts = [layouts[i] for i in self._at]
 
     def tree(self, values: Sequence[Any]) -> Any:
-        """The tree, with other values for the leaves that have a gradient."""
+        """The tree with `values` for the leaves that have a gradient."""
         return optree.tree_unflatten(self._tree, with_leaves(self._leaves, self._at, values))
 
     def like(self, values: Sequence[Tensor]) -> Any:
-        """A tree with these for the leaves that have a gradient, and None for the others."""
+        """The tree with `values` for the leaves that have a gradient, and None for all others."""
         return optree.tree_unflatten(self._tree, with_leaves([None] * len(self._leaves), self._at, values))
 
     def gradient(self, gradients: Sequence[Tensor]) -> Any:
@@ -308,9 +308,9 @@ def moves(leaf: Any, layout: Layout | None = None) -> bool:
 
 
 def reaches_others(results: Any, variables: Sequence[Tensor]) -> bool:
-    """Whether the loss or aux also depends on other leaves of autograd, over which the function closes.
+    """Whether the loss or aux depends on further autograd leaves, over which the function closes.
 
-    Variables of evaluations that have ended are none: nothing outside can have them.
+    Variables of evaluations that have ended do not count: nothing outside can hold them.
     """
     if torch.compiler.is_compiling():
         return False
@@ -325,7 +325,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def unshared(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Each gradient in memory of its own: autograd may return the same tensor twice, or one number for all elements."""
+    """Gradients without shared memory: autograd may return one tensor twice, or an expanded scalar."""
     if torch.compiler.is_compiling():  # memory is not known yet; the compiler removes copies that are not needed
         return [gradient.clone(memory_format=torch.contiguous_format) for gradient in gradients]
     storages: set[int] = set()
@@ -343,7 +343,8 @@ def unshared(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
 def scalar(result: Any, has_aux: bool, name: str) -> tuple[Tensor, Any]:
     """The loss and aux that a function returned; raises TypeError or ValueError if they are something else."""
     if has_aux and not (isinstance(result, tuple) and len(result) == 2):
-        raise TypeError(f"value_and_grad: with has_aux=True {name} returns (loss, aux), not {type(result).__name__}")
+        kind = type(result).__name__
+        raise TypeError(f"value_and_grad: with has_aux=True {name} must return (loss, aux), got {kind}")
     value, aux = result if has_aux else (result, ())
     if not isinstance(value, Tensor):
         hint = "; for (loss, aux) pass has_aux=True" if isinstance(value, tuple) else ""

@@ -1,4 +1,4 @@
-"""A checked call: it runs as usual while its operations are recorded; then ranks compare the records and judge them."""
+"""Checked calls: the first call of a mapped function, whose operations are recorded and compared between ranks."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def asked() -> str | None:
     """The value of `SHARDFN_CHECK`, for all functions: `always`, `first` or `off`; None if it is not set.
 
     Raises:
-        ValueError: it has another value.
+        ValueError: it has a different value.
     """
     value = os.environ.get("SHARDFN_CHECK", "").strip().lower()
     if value and value not in _WORDS:
-        raise ValueError(f"SHARDFN_CHECK={value!r}; it is always, first (at the first call of each kind), or off")
+        raise ValueError(f"SHARDFN_CHECK must be always, first (the first call of each kind) or off, got {value!r}")
     return value or None
 
 
@@ -80,7 +80,7 @@ def _axes_of(mesh: DeviceMesh, group: str) -> Iterable[str]:
 
 
 def _transformed(function: Callable[..., Any]) -> list[Tensor]:
-    """Tensors of active torch.func transforms that a function closes over; a recorder below these cannot tell."""
+    """Tensors of active torch.func transforms that a function closes over; the recorder, below them, sees none."""
     closed: list[Any] = []
     for cell in (getattr(function, "__closure__", None) or ()) if functorch.inside_transform() else ():
         with contextlib.suppress(ValueError):  # an empty cell
@@ -109,7 +109,7 @@ class CheckedCall:
         self.constants: list[Tensor | bool | None] = []
         self.grads: list[tuple[str, Tensor, Any]] = []
 
-    # --- what goes in ---
+    # --- arguments ---
 
     def take(self, leaves: Sequence[Leaf], pieces: Sequence[Any]) -> None:
         """Records the arguments, as the function gets them."""
@@ -146,7 +146,7 @@ class CheckedCall:
             self.grads.append((f"{path}.grad", x, before))
 
     def _flat(self, path: str, flat: FlatShard) -> None:
-        """Records a flat shard; each of its parameters declares the axes along which it is the same."""
+        """Records a flat shard; each of its parameters is declared invariant along the axes that do not shard it."""
         layout, trace = flat.layout, self.recorder.trace
         flat_node = self.recorder.input(flat.values, path, trace.mask(flat_axes(layout)))
         trace.flat[flat_node] = trace.mask(layout.placement.axes)
@@ -166,13 +166,13 @@ class CheckedCall:
             self.shown.append(bits(parts[entry.path]) if entry.path in parts else 0)
             self.constants.append(None)
 
-    # --- what comes out ---
+    # --- results ---
 
     def finish(self, leaves: Sequence[Leaf]) -> None:
-        """Compares and judges, after the function has returned on this rank.
+        """Compares the records of all ranks, after the function has returned on this rank.
 
         Raises:
-            VaryingError: something that the function declares is not so. Every rank raises the same error.
+            VaryingError: a declaration of the function does not hold. Every rank raises the same error.
         """
         with _silently():
             results = self._results(leaves)
@@ -191,7 +191,7 @@ class CheckedCall:
         with _silently():
             findings = self.ranks.together(find)
         if self.recorder.trace.prefix and not all(f.unseen for f in findings):
-            findings = [f for f in findings if not f.unseen]  # another rank has a longer record, with the cause
+            findings = [f for f in findings if not f.unseen]  # a rank with a longer record has found the cause
         ordered = tuple(sorted(findings, key=lambda f: f.kind in LAST))
         if any(f.kind not in PROBABLY for f in ordered):
             raise VaryingError(findings_message(self.name, ordered, False), ordered)
@@ -214,9 +214,7 @@ class CheckedCall:
             raise VaryingError(str(error), (Finding("collectives", names, "", "", fix, str(error)),)) from None
 
     def _results(self, leaves: Sequence[Leaf]) -> list[tuple[str, Tensor, Mask]]:
-        """Records what the function returned; returns path, value and declared axes of results that are the same along
-        some axis.
-        """
+        """Records the results; returns path, value and declared axes of those declared invariant along some axis."""
         trace, results = self.recorder.trace, []
         trace.prefix = self.recorder.ended()
         # A graph that the function has used for its own gradients is not differentiated again outside.
@@ -252,7 +250,7 @@ class CheckedCall:
         return results
 
     def _node_of(self, x: Tensor, allowed: Mask | None) -> int:
-        """The node of a result; if its making was not recorded, only its bits can show that it is not as declared."""
+        """The node of a result; if its operations were not recorded, only its bits can contradict its spec."""
         values = self.recorder.values
         unseen = Node("result", (), None, "exactly", allowed or 0, like=like_of(x))
         return values.add(unseen) if self.recorder.trace.prefix else values.node_of(x)
@@ -271,7 +269,7 @@ class CheckedCall:
         digests = [*map(digest, (evidence, counts, watched)), len(shown), meant, trace.prefix]
         rows = ranks.gathered(torch.tensor(digests, device="cpu"))
         differing, trace.prefix = ranks.along(rows), bool(rows[:, -1].any())
-        # Records that break off end at different places, so what is absent from one says nothing.
+        # Truncated records end at different places, so an entry that is missing in one proves nothing.
         spread = functools.partial(ranks.spread, absent=not trace.prefix)
         nodes = spread(evidence) if differing[0] else {}
         uneven = spread(counts) if differing[1] else {}
@@ -294,7 +292,7 @@ class CheckedCall:
 def claim(
     recorder: TraceRecorder, function: str, side: str, leaves: Sequence[Leaf], pieces: Sequence[Any], mesh: DeviceMesh
 ) -> None:
-    """Records what a function that is mapped inside a checked one declares of its arguments or its result."""
+    """Records the declared specs of a `shard_map` inside a checked one, for its arguments or its result."""
     trace = recorder.trace
     elsewhere = trace.mask(name for name in trace.axes if name not in sizes(mesh))
     for leaf, piece in zip(leaves, pieces, strict=True):

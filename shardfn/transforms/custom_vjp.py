@@ -1,7 +1,7 @@
-"""Functions with a hand-written first derivative; all further derivatives go by composition.
+"""Functions with a hand-written first derivative, whose other derivatives are those of a plain function.
 
-A kernel, a ring or a schedule that is faster than autograd has a forward and a backward of its own. A second
-derivative, forward mode or a batch goes through a plain function with the same meaning.
+A fused kernel, a ring or a pipeline schedule has its own forward and backward, faster than autograd's. Second
+derivatives, forward mode and vmap use a plain function with the same result.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class custom_vjp:
 
 
 class _VjpCall:
-    """One call; not a pytree node, so transforms pass it through.
+    """One call of a `custom_vjp`; not a pytree node, so transforms pass it through unchanged.
 
     Attributes:
         plan: index of each residual among the inputs, followed by the tensors in `made`.
@@ -103,7 +103,7 @@ class _VjpCall:
         return [results.get(i) for i in range(len(inputs))]
 
     def scope(self) -> Any:
-        """A context with the mesh of the call: backward runs on another thread, or in another scope."""
+        """A context with the mesh of the call: backward may run on a different thread, or in a different scope."""
         if self.mesh is None or self.mesh is current_mesh():
             return contextlib.nullcontext()
         return scope(self.mesh)
@@ -156,7 +156,7 @@ class _Direct(_Forward):
 
 
 class _Backward(Function):
-    """Autograd's function `(run, needs, given, *cotangents, *inputs, *made) -> gradients` of inputs that need one."""
+    """Autograd's function `(run, needs, is_present, *cotangents, *inputs, *made) -> gradients` of chosen inputs."""
 
     @staticmethod
     def forward(run: _VjpCall, needs: Sequence[bool], is_present: list[bool], *tensors: Tensor) -> Tensors:
@@ -194,12 +194,12 @@ for _function in (_Forward, _Backward):  # torch asks for the signature at every
 
 
 def own(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensors:
-    """Outputs of a Function, with a view for each that is an input: that could not be saved for a second derivative."""
+    """Outputs of a Function, with views of those that are inputs, which could not be saved for a second derivative."""
     ids = {id(x) for x in inputs}
     return tuple([g.view_as(g) if id(g) in ids else g for g in outputs])
 
 
 def _separated(is_present: Sequence[bool], tensors: Sequence[Tensor]) -> tuple[list[Tensor | None], list[Tensor]]:
-    """Splits tensors into cotangents, None where `given` is False, and the tensors after them."""
+    """Splits tensors into cotangents, None where `is_present` is False, and the tensors after them."""
     rest: Iterator[Tensor] = iter(tensors)
     return [next(rest) if present else None for present in is_present], list(rest)

@@ -1,4 +1,4 @@
-"""Compares records between ranks: along which axes of a mesh they differ."""
+"""Comparison of checked calls' records between ranks: finds the mesh axes along which they differ."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LONGEST = 2000  # most characters of an error that a rank sends
 
 @dataclass(frozen=True)
 class Exchange:
-    """The ranks of a mesh, as they compare.
+    """The ranks of a mesh that compare records.
 
     Attributes:
         mesh: their mesh.
@@ -44,7 +44,7 @@ class Exchange:
         return axis_of(self.mesh, tuple(sizes(self.mesh)))
 
     def beyond_rounding(self, x: Tensor, axes: Mask) -> Mask:
-        """The axes in `axes` along which numbers differ by more than a different order of additions may explain.
+        """The axes in `axes` along which values differ by more than the rounding of sums.
 
         Every rank calls it with the same axes.
         """
@@ -53,7 +53,7 @@ class Exchange:
         kind = keys([f"{like_of(x)} {x.layout} {x.is_nested} {x.device.type}"])
         unlike = any(self.along(self.gathered(torch.tensor(kind, device="cpu"))))
         if unlike or x.is_nested or x.layout is not torch.strided:
-            return axes  # tensors of different kinds cannot be compared, and all ranks must decide alike
+            return axes  # tensors of different kinds cannot be compared; all ranks decide the same here
         if not (x.is_floating_point() or x.is_complex()) or not x.numel():
             return axes
         for k, name in enumerate(self.axes):
@@ -96,7 +96,7 @@ class Exchange:
         return masks
 
     def spread(self, local_rows: list[tuple[int, int, int]], absent: bool = True) -> dict[int, Mask]:
-        """By node, the axes along which other ranks have another number under its key, or with `absent` none."""
+        """By node, the axes along which ranks have a different number under its key, or with `absent` have none."""
         longest = int(self.gathered(torch.tensor([len(local_rows)], device="cpu")).max())
         table = torch.zeros(longest, 3, dtype=torch.int64, device="cpu")
         if local_rows:
@@ -143,7 +143,7 @@ class Exchange:
 
 
 def numbers(evidence: list[Evidence]) -> list[tuple[int, int, int]]:
-    """Key, node and number of each; numbers on devices are waited for together."""
+    """Key, node and number of each piece of evidence; waits once for all numbers on devices."""
     values = to_ints([e.seen for e in evidence])
     return [(e.key, e.node, n) for e, n in zip(evidence, values, strict=True)]
 
@@ -155,5 +155,5 @@ def keys(paths: Iterable[str]) -> list[int]:
 
 def digest(evidence: list[tuple[int, int, int]]) -> int:
     """One hash for all, whatever their order."""
-    # A sum: branches may do the same in a different order.
+    # A sum, as branches may run the same operations in a different order.
     return sum(digest_of(f"{key},{number}".encode()) for key, _, number in evidence) % 2**62

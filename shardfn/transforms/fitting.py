@@ -34,13 +34,13 @@ _SUBJECT = (
     "the micro-batches",
     "Ranks cut their batches alike: pass the same micro=, and batches of the same structure and dtypes, on every rank",
 )
-HEARSAY = 5.0  # seconds
+HEARSAY = 5.0  # seconds to wait for a rank to abort the attempt after its error has arrived here
 FIX = "Take a smaller batch or less memory for each row: sf.stage(remat=True), remat='offload', tiers, shorter rows"
 
 
 @dataclass
 class Known:
-    """The number of parts in which batches of each function fit, for one lane of a world.
+    """The numbers of parts in which batches of each function have fitted, for one lane of a world.
 
     Attributes:
         parts: by function, and by the number of elements of a batch on the rank with the most; only entries that needed
@@ -93,18 +93,18 @@ def recall(text: str, ranks: Sequence[int]) -> None:
 
 
 def fitted(run: Callable[[list[Any]], T], tree: Any, micro: Any, params: Any, described: Sequence[str], name: str) -> T:
-    """Runs `run` on the parts of a batch.
+    """Runs `run` on the micro-batches of a batch; returns its result.
 
     Args:
         run: computes on micro-batches; it changes nothing, so that it can run again.
         tree: the batch.
         micro: the number of parts; `"auto"`: as few as fit.
         params: the parameters that `run` uses.
-        described: what else must be the same on all ranks, a line each.
+        described: other arguments that must be equal on all ranks, a line for each.
         name: the function's name, for messages.
 
     Raises:
-        TypeError, ValueError: the batch cannot be cut in this way, or not on every rank alike.
+        TypeError, ValueError: the batch cannot be split in this way, or ranks would split it differently.
         torch.OutOfMemoryError: a single row is too much on some rank.
         RuntimeError: out of memory where ranks cannot abandon an attempt; the batch or parameters were written into.
     """
@@ -134,7 +134,7 @@ def fitted(run: Callable[[list[Any]], T], tree: Any, micro: Any, params: Any, de
 
 @at_once()
 def _most(batch: Batch | None, error: Exception | None, described: Sequence[str], axis: Axis) -> tuple[int, int]:
-    """Rows and elements of the rank with the most; these may differ between ranks, but the number of parts may not.
+    """Rows and elements of the rank with the most; ranks may differ in these, but not in the number of parts.
 
     Raises:
         TypeError, ValueError: on every rank, for an error on one of them, or a difference; or if no rank has a row.
@@ -232,7 +232,7 @@ def _run(
     attempt: Attempt,
     outer: Collection[int],
 ) -> tuple[T] | Fared:
-    """The result, once all ranks have one, as a tuple of one; or how this rank left an attempt that was called off."""
+    """The result as a 1-tuple, once all ranks have one; or this rank's outcome of an aborted attempt."""
     try:
         value = run(pieces)
     except Exception as error:
@@ -245,7 +245,7 @@ def _run(
         if text is not None:
             attempt.call_off(f"rank {dist.get_rank()} ran out of memory: {text}")
             return Fared("off", text)
-        # Another rank's error may arrive, through a pipeline, before that rank has called the attempt off.
+        # Another rank's error may arrive, through a pipeline, before that rank has aborted the attempt.
         if isinstance(error, RuntimeError) and attempt.called_off(HEARSAY if SPOKEN.search(str(error)) else 0.0):
             return Fared("stopped", str(error))
         attempt.failed(f"{type(error).__name__}: {error}")
@@ -260,7 +260,7 @@ def _run(
 
 
 def _refuse_changed(fared: dict[int, Fared], description: str, name: str, parts: str) -> str:
-    """Returns `who`; raises RuntimeError if a rank cannot run again because its parameters or batch have changed."""
+    """Returns `description`; raises RuntimeError if a rank has changed its parameters or batch and cannot try again."""
     changed = [str(rank) for rank, f in fared.items() if f.changed]
     if changed:
         raise RuntimeError(
@@ -286,7 +286,7 @@ def together(params: Any) -> Axis:
 
 
 def _real(axis: Axis) -> Axis:
-    """The axis, or `ALONE` if its other ranks are simulated, which cannot answer, and it is not planned for them."""
+    """The axis, or `ALONE` if its other ranks are simulated: they cannot answer. In a plan, always the axis."""
     return axis if axis.size > 1 and (planned() or not process_groups.made_up()) else ALONE
 
 
@@ -307,7 +307,7 @@ def axis_ranks(axis: Axis) -> list[int]:
 
 @dataclass(frozen=True)
 class Batch:
-    """One batch of this rank that will be cut into parts.
+    """One batch of this rank that will be split into micro-batches.
 
     Attributes:
         tensors: its leaves, `[rows, ...]` each.
@@ -321,7 +321,7 @@ class Batch:
 
     @property
     def kinds(self) -> list[str]:
-        """What batches of all ranks must have in common: a line for each leaf, without its number of rows."""
+        """A description of each leaf, without its number of rows, which must be equal on all ranks."""
         paths = optree.treespec_paths(self.tree)
         return [f"batch{written(path)} {x.dtype} {x.ndim}-d" for path, x in zip(paths, self.tensors, strict=True)]
 
@@ -331,7 +331,7 @@ class Batch:
         return sum(x.numel() for x in self.tensors)
 
     def parts(self, n: int) -> list[Any]:
-        """The batch in `n` parts; the first may have one row more, and with too few rows the last have none."""
+        """The batch split into `n` parts; the first may have one row more, and with too few rows the last are empty."""
         split = [x.tensor_split(n) for x in self.tensors]
         return [optree.tree_unflatten(self.tree, [pieces[i] for pieces in split]) for i in range(n)]
 
@@ -343,9 +343,9 @@ def batch_of(tree: Any, micro: Any) -> Batch:
         TypeError, ValueError: the batch, or `micro`, is not what it should be.
     """
     if micro != "auto" and (not isinstance(micro, int) or isinstance(micro, bool)):
-        raise TypeError(f'accumulate: micro={micro!r}; it is a number of parts, or "auto"')
+        raise TypeError(f'accumulate: micro must be a number of parts or "auto", got {micro!r}')
     if micro != "auto" and micro < 1:
-        raise ValueError(f"accumulate: micro={micro}; a batch is cut into 1 part or more")
+        raise ValueError(f"accumulate: micro must be 1 or more, got {micro}")
     paths, leaves, spec = optree.tree_flatten_with_path(tree)
     if not leaves:
         raise ValueError("accumulate: with micro= the second argument is one batch, and this one has no tensors")

@@ -1,4 +1,4 @@
-"""What is said of a module that is passed as a function of parameters: it has its own inside."""
+"""Errors for `nn.Module` arguments where a pure function of parameters is needed."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import nn
 
 
 def refuse_module(where: str, f: Any) -> None:
-    """Raises TypeError for a module with parameters that need gradients, which would not be those that are trained."""
+    """Raises TypeError for a module with trainable parameters, which a step would not train."""
     if isinstance(f, nn.Module) and any(p.requires_grad for p in f.parameters()):
         raise TypeError(_not_a_function(where, f))
 
 
 def module_told(where: str, f: Callable[..., Any]) -> Callable[..., Any]:
-    """A module that says what it is not if it cannot take the arguments of a call; any other function as it is.
+    """Wraps a module so that a failing call explains that a function of parameters is needed; returns others unchanged.
 
-    A module may be differentiated with respect to its inputs, and its forward may take parameters, so a module is not
-    refused unless the call fails.
+    A module may be differentiated with respect to its inputs, and its forward may take parameters. So it is an error
+    only if the call fails.
     """
     if not isinstance(f, nn.Module) or not any(True for _ in f.parameters()):
         return f

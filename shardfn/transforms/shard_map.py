@@ -71,8 +71,8 @@ def shard_map(
 ) -> Any:
     """Runs `f` on every rank of a mesh, each on its own shards, with the mesh's axis names in scope.
 
-    PyTorch is multi-controller: the arguments are this rank's *local* shards, and the specs declare how the
-    global value is cut. Nothing is moved on the way in or out. Works as a decorator, takes positional and
+    PyTorch is multi-controller: the arguments are this rank's *local* shards, and the specs declare how the global
+    value is sharded. Nothing is moved on the way in or out. Works as a decorator, takes positional and
     keyword arguments, and composes with torch.func inside and outside.
 
     Args:
@@ -81,15 +81,15 @@ def shard_map(
         in_specs: one spec for all arguments; a tuple with one tree prefix of specs for each parameter, in the order
             of the signature (a `*args` parameter takes all that remain); or a dict of parameter name to specs.
         out_specs: a tree prefix of specs for the result.
-        inputs: `"global"`: every rank passes the whole value, and `f` gets a copy of this rank's piece; for tests and
-            initialisation. The derivative with respect to a whole value is whole, the same on every rank, and equal to
+        inputs: `"global"`: every rank passes the full value, and `f` gets a copy of this rank's shard; for tests and
+            initialization. The derivative with respect to a full value is full, the same on every rank, and equal to
             that of the same function on one process. Replicated values that meet varying ones need `pvary` as usual.
         check: whether the first call for each kind of arguments is checked: which values vary along which axes is
             traced, forward and backward, and compared with the specs. `SHARDFN_CHECK=always|first|off` overrides it.
 
     Returns:
         The function on local shards, returning local shards. A call with new shapes checks them, and that they are the
-        same on all ranks: equal pieces where a spec is declared, any shape under `...`. If shapes are new on one rank
+        same on all ranks: equal shapes where a spec is declared, any shape under `...`. If shapes are new on one rank
         only, that rank logs it and fails at the process group's timeout. torch.compile belongs inside,
         `shard_map(torch.compile(f), ...)`; around the mapped function it takes local tensors and one graph, and
         nothing is checked.
@@ -105,9 +105,9 @@ def shard_map(
         ``total = shard_map(lambda x: psum(x.sum(), "shard"), mesh=mesh, in_specs=P("shard"), out_specs=P())``
     """
     if inputs not in ("local", "global"):
-        raise ValueError(f'shard_map: inputs={inputs!r}; it is "local" or "global"')
+        raise ValueError(f'shard_map: inputs must be "local" or "global", got {inputs!r}')
     if not isinstance(check, bool):
-        raise TypeError(f"shard_map: check={check!r}; it is True or False")
+        raise TypeError(f"shard_map: check must be True or False, got {check!r}")
     if f is None:
         return functools.partial(
             shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, inputs=inputs, check=check
@@ -182,7 +182,7 @@ class _Entered(NamedTuple):
 def _check(
     f: Function, entered: _Entered, out_specs: Any, mesh: DeviceMesh, signatures: set[Any], outer: bool, parts: Known
 ) -> Any:
-    """Runs a call that is recorded, and judges it afterwards."""
+    """Runs a checked call: records it, and then compares the records of all ranks."""
     checked = CheckedCall(f, mesh, outer)
     with checked.recorder:
         checked.take(entered.leaves, entered.pieces)
@@ -203,16 +203,16 @@ def _enter(
     when: str,
     parts: Known,
 ) -> _Entered:
-    """The arguments as the function gets them; validated if their signature is new, or `look` is set."""
+    """The arguments as the function gets them; validated if their signature is new, or with `validates`."""
     leaves, signature = _signature("in", (args, kwargs), mesh)
     new = signature not in signatures
     if not new and not validates and inputs == "local" and not any(map(is_dtensor, leaves)):
         note_again(parts.get(signature), leaves)
         return _Entered(args, kwargs, False, [], [])
     name = f"shard_map({name_of(f)})"
-    compared = [f"the check {when!r}"]  # all ranks must check, as they meet at its end
+    compared = [f"the check {when!r}"]  # all ranks must check, as the check's end is a collective
     alone = signature in signatures or inside_transform()
-    # At a first call other ranks, whose arguments may be right, wait for this rank: they must hear of its error.
+    # At a first call other ranks, whose arguments may be right, wait to compare: this rank's error must reach them.
     with failing_together([] if signatures or alone else [mesh], name, (ValueError, TypeError)):
         values = [*args, *kwargs.values()]
         named = list(zip(values, _arguments(f, args, kwargs, in_specs, name), strict=True))
@@ -234,7 +234,7 @@ def _enter(
     if not alone and agreed in signatures:
         new = False
     elif not alone:
-        # Other ranks may be threads, which add to it meanwhile.
+        # A copy: other ranks may be threads, which add to the set meanwhile.
         before = (line for kind, *lines in tuple(signatures) if kind == number for line in lines)
         agree(compared, mesh, name, subject=_WHOLE if compares_values else ARGUMENTS, before=before)
         signatures.add(agreed)
@@ -246,7 +246,7 @@ def _enter(
 def _leave(
     f: Function, result: Any, out_specs: Any, mesh: DeviceMesh, signatures: set[Any], validates: bool, parts: Known
 ) -> list[Leaf]:
-    """Validates a result whose signature is new; returns its leaves with their specs if it did, or `look` is set."""
+    """Validates a result if its signature is new, or with `validates`; then returns its leaves with their specs."""
     result_leaves, signature = _signature("out", result, mesh)
     if signature in signatures and not validates:
         note_again(parts.get(signature), result_leaves)
@@ -333,7 +333,7 @@ def _localized(leaf: Leaf, mesh: DeviceMesh, inputs: str, name: str) -> Any:
         return _unwrapped(leaf, mesh, name)
     if inputs == "global" and isinstance(leaf.value, Tensor) and isinstance(leaf.spec, P):
         local_shape(leaf.value.shape, leaf.spec, mesh, f"{name} in_specs: {leaf.path}")
-        # This rank's piece of a whole value; the derivative is that of the whole value, on every rank.
+        # `local_slice`, so that the derivative is that of the full value, on every rank.
         piece = leaf.value
         for dim, names in enumerate(leaf.spec.by_dim()):
             axis = axis_of(mesh, names)
@@ -350,7 +350,7 @@ def _localized(leaf: Leaf, mesh: DeviceMesh, inputs: str, name: str) -> Any:
 
 
 def _differentiated(tree: Any) -> bool:
-    """Whether a leaf may be differentiated outside."""
+    """Whether something outside may differentiate a leaf."""
     leaves = optree.tree_leaves(tree)
     return inside_transform() or any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
 
@@ -383,7 +383,7 @@ def _unwrapped(leaf: Leaf, mesh: DeviceMesh, name: str) -> Tensor:
 
 
 def _compared(leaf: Leaf, value: Any, compares_values: bool) -> str:
-    """What all ranks must agree on; under `...` shapes may differ between ranks. Whole values have the same numbers."""
+    """A description of a leaf that must be equal on all ranks: dtype, shape unless under `...`, and checksum."""
     if not isinstance(value, Tensor):
         return f"{leaf.path}: {type(value).__name__}{f' placed as {value.spec}' if places_itself(value) else ''}"
     shape = "" if isinstance(leaf.spec, EllipsisType) else f" {tuple(value.shape)}"

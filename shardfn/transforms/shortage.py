@@ -1,4 +1,4 @@
-"""Out-of-memory errors: how to recognise them, and what it takes to start again."""
+"""Out-of-memory errors: recognizes them, and frees memory and restores random state for another attempt."""
 
 from __future__ import annotations
 
@@ -94,7 +94,8 @@ class RandomNumbers:
         torch.set_rng_state(self.numbers)
         for device, state in self.more:
             torch.get_device_module(device).set_rng_state(state, device)
-        if self.unused is not None and self.unused.is_initialized():  # first used since then, so it began with its seed
+        # If the accelerator was first used since then, its random state began with its seed.
+        if self.unused is not None and self.unused.is_initialized():
             self.unused.manual_seed(self.unused.initial_seed())
 
 
@@ -104,7 +105,7 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def emptied() -> None:
-    """Frees what a failed attempt held: reference cycles such as graphs, and memory that the allocator caches."""
+    """Frees the memory of a failed attempt: reference cycles such as graphs, and the allocator's cache."""
     gc.collect()
     kind = devices.in_use()
     if kind is not None:

@@ -1,4 +1,7 @@
-"""Collects a function's gradients while stages and autograd compute them, and marks leaves that belong to a stage."""
+"""A step: one evaluation of gradients, which collects those of flat shards outside of autograd.
+
+Autograd would need each gradient at once. A step takes it while its reduction is in flight, and waits at the end.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +39,14 @@ def wider(dtype: torch.dtype, accumulator: torch.dtype | None) -> torch.dtype:
 
 
 class GradientSum:
-    """The gradient of one flat shard, as far as it has arrived.
+    """The sum of one flat shard's gradients over calls and micro-batches, as far as they have arrived.
 
     Attributes:
-        reduction: how it is reduced.
-        reductions: the object that reduces it.
+        reduction: the static description of its reduction.
+        reductions: the object that runs the reduction.
         accumulator: see `Step`; None once the step settles.
         out: the sum so far, `[piece]`, where the placement keeps gradients.
-        whole: this rank's own sum, `[padded]`, if all reduction is deferred.
+        whole: the unreduced local sum, `[padded]`, if all reduction is deferred.
     """
 
     __slots__ = ("accumulator", "out", "reduction", "reductions", "whole")
@@ -55,13 +58,16 @@ class GradientSum:
 
     def add(self, out: Tensor) -> None:
         """Adds `out`, which nothing else refers to."""
-        if self.out is None:  # sums take additions of narrower dtypes
+        if self.out is None:  # kept in the wider dtype, to which narrower gradients are added
             out = out.to(wider(out.dtype, self.accumulator))
         self.out = self.reductions.added(self.reduction, self.out, out)
 
 
 class OutsideGradient(BaseException):
-    """A gradient outside is to go through one that has tangents. No Exception, which a program might handle."""
+    """Raised where something outside differentiates a gradient that has tangents; `shardfn.jvp` then uses composition.
+
+    A BaseException, so that a program's `except Exception` does not catch it.
+    """
 
 
 class _Pushing(threading.local):
@@ -72,7 +78,7 @@ _pushing = _Pushing()
 
 
 def pushing() -> Any:
-    """A context in which tangents are pushed forward of which nobody takes the gradient."""
+    """A context of forward mode in which nothing differentiates the tangents."""
     return replaced(_pushing, on=True)
 
 
@@ -82,18 +88,18 @@ def pushes() -> bool:
 
 
 class Step:
-    """One evaluation of gradients with respect to `variables`; stages pass it those of flat shards.
+    """One evaluation of gradients with respect to `variables`; stages hand it the gradients of flat shards.
 
     Attributes:
         variables: the tensors that are differentiated, by id.
         sums: gradients by the id of their variable.
-        defer: what is deferred until `finish`: `"replicas"`, the sums over replicas; `"everything"`, the reduce-scatter
-            too; `"nothing"`.
+        defer: the hops that are deferred until `finish`: `"replicas"`, the sums over replicas; `"everything"`, the
+            reduce-scatter too; `"nothing"`.
         accumulator: the dtype in which gradients of narrower dtypes are summed; None: in their own.
         ordered: whether backward passes come in the reverse order of the forward passes. Only then can a rank take part
             in the backward of stages that its own loss does not use.
         pushed: whether its gradients have tangents.
-        unread: whether these tangents are used alone, so that the gradients need not be computed.
+        unread: whether only these tangents are used, so that the gradients need not be computed.
         graph: whether its backward pass makes a graph, for derivatives of the gradients.
     """
 
@@ -140,7 +146,7 @@ class Step:
     def differentiating(self, outputs: Iterable[Tensor]) -> Iterator[None]:
         """A context for the backward pass from these outputs, whose gradients the step collects."""
         self.pass_ = _UNKNOWN
-        # Where a pass begins it is not yet inside of another, which a hook of the program's may start.
+        # The pass's number is read when it begins: later, a hook of the program may have started a pass inside it.
         hooks = [y.grad_fn.register_prehook(self._begins) for y in outputs if y.grad_fn is not None]
         try:
             yield
@@ -156,7 +162,7 @@ class Step:
             self.pass_ = autograd.backward_pass()
 
     def catch_up(self, tape: Any = None, index: int = -1) -> None:
-        """Does this rank's part in the backward of calls after the given one, if its own loss does not use them."""
+        """Joins the backward of calls after the given one that this rank's loss does not use."""
         for schedule, other in reversed(self.tapes if self.ordered else []):
             schedule.catch_up(other, index + 1 if other is tape else 0)
             if other is tape:
@@ -198,7 +204,7 @@ class Step:
 
 
 class Collector(Protocol):
-    """The object that reduces gradients over ranks."""
+    """The interface of the object that reduces gradients over ranks: `stages.reduction.Reductions`."""
 
     def added(self, reduction: Any, total: Tensor | None, out: Tensor) -> Tensor:
         """The sum of a gradient so far and `out`, which nothing else refers to."""
@@ -207,18 +213,18 @@ class Collector(Protocol):
         """Waits until every gradient has arrived."""
 
     def settle(self, step: Step) -> None:
-        """Does what the step has deferred."""
+        """Runs the reductions that the step has deferred."""
 
 
 class Member(Protocol):
-    """The part of a schedule's interface that a step uses."""
+    """The part of the interface of `stages.schedule.Schedule` that a step uses."""
 
     @property
     def reductions(self) -> Collector:
         """The object that reduces its gradients."""
 
     def catch_up(self, tape: Any, stop: int) -> None:
-        """Does this rank's part in the backward of calls on a tape, down to index `stop`, that have had none."""
+        """Joins the backward of calls on a tape, down to index `stop`, whose backward has not run."""
 
     def end(self, failed: bool) -> None:
         """Ends the step."""

@@ -170,4 +170,4 @@ def _batches(draft: TranslationBuilder) -> None:
     factors = {name: n for name, n in parts.items() if n}
     if total % math.prod(factors.values()) or (len(factors) == 3 and total != math.prod(factors.values())):
         product = listed(f"{name} {n}" for name, n in factors.items())
-        raise TranslateError(f"train_batch_size: {total} is not the product of {product}, and of what is not said")
+        raise TranslateError(f"train_batch_size: {total} is not the product of {product} and unknown factors")

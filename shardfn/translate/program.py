@@ -71,7 +71,7 @@ def _text(code: str, keys: tuple[str, ...]) -> str:
 
 
 def _axes(cut: str) -> tuple[str, ...]:
-    """The axes that cut a batch."""
+    """The axes that shard a batch."""
     if cut == "mics":
         return ("replica", "node", "gpu")
     if cut in _HYBRID:

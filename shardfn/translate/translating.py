@@ -259,7 +259,7 @@ def system_of(config: Mapping[str, Any], where: str, systems: Mapping[str, Secti
         matches.add("Composer")
     if len(matches) > 1:
         whose = listed((name for name in systems if name in matches), separator=" and ")
-        raise TranslateError(f"{where}: two strategies in one file, those of {whose}; leave one of them")
+        raise TranslateError(f"{where}: one file has two strategies, those of {whose}; keep one of them")
     return matches.pop() if matches else _likeliest(config, where, systems)
 
 

@@ -369,7 +369,7 @@ WRONG: dict[str, tuple[str | tuple[str, str], list[str]]] = {
     "nothing": ("CheckpointError", ["there is no folder"]),
     "other folder": ("CheckpointError", ["not a checkpoint", "manifest.json"]),
     "root": ("CheckpointError", ["latest()", "there"]),
-    "no latest": ("TypeError", ["the path is None", "no complete checkpoint"]),
+    "no latest": ("TypeError", ["path must be a checkpoint, got None", "no checkpoint is complete"]),
     "one leaf": (("CheckpointError", "TypeError"), ["f is builtins.builtin_function_or_method"]),
     "one like": (("CheckpointError", "TypeError"), ["f is builtins.builtin_function_or_method"]),
     "busy": ("ValueError", ["perhaps"]),

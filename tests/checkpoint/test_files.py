@@ -223,11 +223,11 @@ def write_wrong(folder: Path) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "own.pt": ({}, "own.pt holds more than tensors, numbers, strings and containers of these (Unsupported global: "
                "GLOBAL tests.checkpoint.test_files.Own"),
-    "module.pt": ({}, "save a module's state_dict() instead of the module"),
-    "old.pt": ({}, "old.pt is not what torch.save writes, or it is cut short; a file of torch before 1.6"),
-    "cut.pt": ({}, "cut.pt is not what torch.save writes, or it is cut short"),
+    "module.pt": ({}, "Save a module's state_dict() instead of the module"),
+    "old.pt": ({}, "old.pt is not a torch.save file, or is truncated. Convert a file of torch before 1.6"),
+    "cut.pt": ({}, "cut.pt is not a torch.save file, or is truncated"),
     "bit.pt": ({}, "bit.pt is damaged: its own checksum does not fit, in "),
-    "text.pt": ({}, "text.pt is not what torch.save writes"),
+    "text.pt": ({}, "text.pt is not a torch.save file"),
     "gone.pt": ({}, "gone.pt cannot be read: there is no such file"),
     "empty": ({}, "empty is not a checkpoint: it has neither manifest.json nor .metadata nor model.safetensors nor"),
     "lost": ({}, "x.bin has no b, though pytorch_model.bin.index.json says so"),

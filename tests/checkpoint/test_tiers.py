@@ -336,7 +336,7 @@ def test_a_file_that_was_cut_off_is_an_error_on_every_rank_and_the_last_checkpoi
     assert (names, loaded) == (["1"], True)
     for one in said:
         assert "rank 1" in one
-        assert "something else has cut it off" in one
+        assert "something else has truncated it" in one
 
 
 # --- from others ---

@@ -450,7 +450,7 @@ SAYS = {
     "part": "There is no part 'optim': the first keys are state, param_groups",
     "chain": "TypeError: this takes the state of shardfn.optim.adam or adamw, not a tuple; where one of them is ",
     "sgd": "TypeError: this takes the state of shardfn.optim.adam or adamw, not a dict of step, numbers",
-    "class": "TypeError: of torch's optimizers it knows torch.optim.AdamW and torch.optim.Adam",
+    "class": "TypeError: make must be torch.optim.AdamW or torch.optim.Adam, got",
     "function": "ValueError: torch_optimizer: lr is a function of this optimizer, and not in its state: pass lr=",
     "unknown": "TypeError: torch_optimizer: unknown numbers rate",
     "into": "is part of what torch_optimizer made, which is for save: load_torch_optimizer(path, state) reads it",

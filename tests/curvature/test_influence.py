@@ -803,7 +803,7 @@ def wrong_store(folder: Path, which: str) -> str:
         "size 0": "ValueError: .*size must be an integer of 1 or more, got 0",
         "sizes differ": "ValueError: .*size: ",
         "no batches on a rank": "ValueError: .*batches: ",
-        "other values": "CheckpointError: .*is of other values of the parameters",
+        "other values": "CheckpointError: .*is of different values of the parameters",
         "other rows": "CheckpointError: .*is of other losses, or of another first batch",
         "rows on a rank": "(CheckpointError|ValueError): .*batch 1 of rank 0 in .* was another one",
         "more batches": "CheckpointError: .*for other arguments: batches: 2, not 3",

@@ -183,7 +183,7 @@ def test_what_one_rank_is_given_otherwise_is_told_on_all(world: World) -> None:
         assert "damping: 0.1" in found["kfac"]
         assert "every: 1" in found["kfac's steps"]
         assert "clip must be a finite number above 0, got 0.0" in found["a range"]
-        assert "limit=0.0" in found["a limit"]
+        assert "limit must be a number above 0, got 0.0" in found["a limit"]
 
 
 # --- folders ---
@@ -242,7 +242,7 @@ def test_all_functions_with_a_folder_are_tried() -> None:
     [
         (smoothed, 0.0, "of (other losses|another operator)"),
         (half_stopped, 0.0, "of (other losses|another operator)"),
-        (plain_losses, 1e-7, "of other values of the parameters"),
+        (plain_losses, 1e-7, "of different values of the parameters"),
     ],
 )
 def test_a_folder_of_something_else_is_refused(tmp_path: Path, name: str, losses: Any, by: float, said: str) -> None:
@@ -406,10 +406,11 @@ COUNTS = {
 def test_a_count_that_is_no_integer_is_told(which: str, key: str) -> None:
     call: Any = functools.partial(sc.solve, given(EYE), X) if which == "solve" else None
     call = call or functools.partial(getattr(sc, which), given(EYE))
-    for value, said in ((2.5, "2.5 is a float"), ("3", "'3' is a str"), (True, "True is a bool")):
+    for value, said in ((2.5, "2.5, a float"), ("3", "'3', a str"), (True, "True, a bool")):
         message = told(functools.partial(call, **{key: value}))
-        assert re.match(rf"TypeError: {which}: {key}={said}; it is an integer of \d or more", message), message
-    assert re.match(rf"ValueError: {which}: {key}=-1; it is \d or more", told(lambda: call(**{key: -1})))
+        assert re.match(rf"TypeError: {which}: {key} must be an integer of \d or more, got {said}", message), message
+    message = told(lambda: call(**{key: -1}))
+    assert re.match(rf"ValueError: {which}: {key} must be an integer of \d or more, got -1", message), message
 
 
 def stored(folder: str | None = None) -> sc.GradientStore:
@@ -429,12 +430,18 @@ MISUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: sc.top_eig(given(torch.eye(178)), 1000, products=50),
         "ValueError: top_eig: products=50, count=1000, of 178 eigenvalues: .*pass products=178",
     ),
-    "forwards": (lambda: misused.critical_sharpness(summed, X, X, [PAIR], forwards=2.5), "TypeError: .*forwards=2.5"),
+    "forwards": (
+        lambda: misused.critical_sharpness(summed, X, X, [PAIR], forwards=2.5),
+        "TypeError: .*forwards must be an integer of 2 or more, got 2.5, a float",
+    ),
     "damping": (
         lambda: misused.solve(given(EYE), X, damping="1"),
         "TypeError: solve: damping must be a number, got '1', a str",
     ),
-    "tolerance": (lambda: sc.solve(given(EYE), X, tolerance=-1.0), "ValueError: solve: tolerance=-1.0; it is a number"),
+    "tolerance": (
+        lambda: sc.solve(given(EYE), X, tolerance=-1.0),
+        "ValueError: solve: tolerance must be a number of 0 or more, got -1.0",
+    ),
     "a seed": (lambda: misused.trace(given(EYE), seed=0.5), "TypeError: a seed is an int"),
     "a matrix in place of its inverse": (
         lambda: misused.influence(sc.ekfac(two_of, X, [PAIR]), [X], two_of, X, [PAIR]),

@@ -578,7 +578,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], tuple[str, str
     "hook before": (Before, {}, (NUMBERS, "has a forward hook", NUMBERS)),
     "clamped": (partial(Clamps, "in place"), {}, ("writes into its parameter gain",) * 3),
     "replaced": (partial(Clamps, "again"), {}, ("writes into its parameter gain",) * 3),
-    "replaced in a stage": (lambda: Stack(Rebinds()), {}, ("something else in the place of its parameter",) * 3),
+    "replaced in a stage": (lambda: Stack(Rebinds()), {}, ("replaces its parameter",) * 3),
     "mixed": (lambda: Stack(Mixed()), LOW, (MIXED,) * 3),
     "checkpoint inside": (lambda: Stack(Checkpoints()), {}, (CHECKPOINT, "", CHECKPOINT)),
     "checkpoint around": (lambda: Stack(Checkpoints()), {"stages": Layer}, (CHECKPOINT, "", CHECKPOINT)),

@@ -412,7 +412,7 @@ def test_what_cannot_be_loaded_is_an_error_on_every_rank(world: World, tmp_path:
         assert "All begin with 'model.' there: load a mapping of names without it" in told["prefix"]
         assert "a and b are one buffer of the module, but have different values" in told["buffers"]
         for name in ("modules differ", "files differ") if source is None else ():
-            assert "what is read differs between ranks" in told[name]
+            assert "the files differ between ranks" in told[name]
 
 
 class Keeps(nn.Module):
@@ -702,7 +702,7 @@ def pickled(root: Path) -> list[bool | str]:
     dist.barrier()  # all have read it before the first writes
     at = content.index(state["lm_head.weight"].numpy().tobytes())
     flipped = content[: at + 3] + bytes([content[at + 3] ^ 4]) + content[at + 4 :]
-    for damaged, why in ((b"PK and not much more", "is not what torch.save writes"), (flipped, "is damaged")):
+    for damaged, why in ((b"PK and not much more", "is not a torch.save file"), (flipped, "is damaged")):
         on_first(functools.partial((root / "run.ckpt").write_bytes, damaged))
         model = model_of(shell("llama_tied"))
         told = refused(functools.partial(interop.load, root / "run.ckpt", model, mesh, STRATEGIES["full_shard"]))
@@ -711,7 +711,7 @@ def pickled(root: Path) -> list[bool | str]:
     on_first(lambda: torch.save(nn.Linear(2, 2), root / "module.pt"))
     for file, words in (
         ("parts.ckpt", "not in the tree: epoch; ignore= names, by patterns, what is there and is not wanted"),
-        ("module.pt", "save a module's state_dict() instead of the module"),
+        ("module.pt", "Save a module's state_dict() instead of the module"),
     ):
         model = model_of(shell("llama_tied"))
         told = refused(functools.partial(interop.load, root / file, model, mesh, STRATEGIES["full_shard"]))

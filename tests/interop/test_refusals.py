@@ -71,7 +71,7 @@ MODULES: dict[str, tuple[Callable[[], Any], dict[str, Any], tuple[str, ...]]] = 
     "twice": (twice, {}, ("TypeError", "were taken out before", "as many sets of parameters")),
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), {}, ("TypeError", "0 (LazyLinear) has no shape yet", "run the")),
     "accelerate's": (like_hooked, {}, ("TypeError", "blocks.1 (Block) has a hook", "remove_hook_from_module")),
-    "checkpointing": (checkpointing, {}, ("TypeError", DISABLES, "remat=True")),
+    "checkpointing": (checkpointing, {}, ("TypeError", DISABLES.replace("call ", "Call "), "remat=True")),
     "compiled": (
         lambda: torch.compile(seeded(Net), backend="eager"),
         {"stages": "Block"},
@@ -86,7 +86,7 @@ MODULES: dict[str, tuple[Callable[[], Any], dict[str, Any], tuple[str, ...]]] = 
     "in a tuple": (Lists, {}, ("TypeError", "attribute 'pair'", "read the parameter itself")),
     "option": (Net, {"remot": True}, ("TypeError", "unknown option remot (did you mean remat=?)", "min_num_params")),
     "own option": (Net, {"smal": 3}, ("TypeError", "unknown option smal (did you mean small=?)")),
-    "no option": (Net, {"zzz": 3}, ("TypeError", "unknown option zzz; it takes")),
+    "no option": (Net, {"zzz": 3}, ("TypeError", "unknown option zzz. Pass one of")),
     "loose": (Net, {"loose": "blocks.9"}, ("ValueError", "loose: nothing matches 'blocks.9'")),
     "mutable": (Net, {"mutable": "mean"}, ("ValueError", "mutable: nothing matches 'mean'")),
     "stages": (Net, {"stages": "Layer"}, ("ValueError", "nothing is or matches 'Layer'", "Block")),
@@ -94,8 +94,8 @@ MODULES: dict[str, tuple[Callable[[], Any], dict[str, Any], tuple[str, ...]]] = 
     "stages, a list": (Net, {"stages": ["Block", "blocks"]}, ("ValueError", "'blocks' must match layers, got blocks")),
     "stages of a kind": (Net, {"stages": [3]}, ("TypeError", "names of classes")),
     "both": (Net, {"stages": "Block", "min_num_params": 3}, ("ValueError", "pass one")),
-    "remat": (Net, {"remat": "yes"}, ("TypeError", "remat='yes'")),
-    "prefetch": (Net, {"prefetch": -1}, ("ValueError", "prefetch=-1")),
+    "remat": (Net, {"remat": "yes"}, ("TypeError", "a list of ops, got 'yes'")),
+    "prefetch": (Net, {"prefetch": -1}, ("ValueError", "prefetch must be a number of gathers, 0 or more, got -1")),
     "compile": (Net, {"compile": 3}, ("TypeError", "compile must be True, or a dict")),
     "axis": (zoo.Pictures, {"sync_batch_norm": 3}, ("TypeError", "sync_batch_norm must be one or several names")),
 }

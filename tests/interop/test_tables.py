@@ -127,9 +127,9 @@ def without(name: str) -> Drawn:
 
 
 REFUSED: dict[str, Drawn] = {
-    "the gradient of attention.norm.weight is another": without("attention.norm"),
-    "the gradient of mlp.scale.weight is another": without("mlp.scale"),
-    "the gradient of first.weight is another": ({**RIGHT, "first": NORM}, True, False, {"stages": "Block"}),
+    "the gradient of attention.norm.weight differs": without("attention.norm"),
+    "the gradient of mlp.scale.weight differs": without("mlp.scale"),
+    "the gradient of first.weight differs": ({**RIGHT, "first": NORM}, True, False, {"stages": "Block"}),
 }
 
 

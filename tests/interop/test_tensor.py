@@ -318,15 +318,15 @@ MESSAGES: dict[str, tuple[str, ...]] = {
     "norm": ("norm.weight", "replicated_with_grad_allreduce"),
     "end": ("layers.0 returns a value of shape (8, 7, 8)", "rowwise"),
     "begin": ("has 8 of its 16 input features on each rank along 'tensor', but is given 16",),
-    "two in one": ("model.layers.0 computes something else", "packed_colwise of several matrices in one"),
-    "by heads": ("gpt_neox.layers.0 computes something else with layers that are cut over 'tensor'",),
-    "features": ("layers.0 computes something else",),
-    "in no stage": ("layers.0.up is said to be 'colwise' and is in no stage",),
+    "two in one": ("model.layers.0 computes a different result", "packed_colwise for several matrices in one"),
+    "by heads": ("gpt_neox.layers.0 computes a different result with layers sharded over 'tensor'",),
+    "features": ("layers.0 computes a different result",),
+    "in no stage": ("layers.0.up has the word 'colwise' and is in no stage",),
     "rows": ("lm_head.weight has shape (41, 32)", "pad it to 42"),
     "batch": ("differ between ranks", "cut the batch over other axes"),
-    "seeds": ("differs between ranks", "seed these ranks alike"),
-    "forgotten": ("is whole on each of 2 ranks along 'tensor'", "params = model.shard(mesh, strategy)"),
-    "forgotten by load": ("is whole on each of 2 ranks along 'tensor'", "params = model.shard(mesh, strategy)"),
+    "seeds": ("differ between ranks", "seed these ranks alike"),
+    "forgotten": ("is full on each of 2 ranks along 'tensor'", "Write params = model.shard(mesh, strategy)"),
+    "forgotten by load": ("is full on each of 2 ranks along 'tensor'", "Write params = model.shard(mesh, strategy)"),
     "other": ("layers.0.down.weight came as (8, 16)", "specs=model.specs"),
     "path": ("no parameter 'w'",),
 }
@@ -352,10 +352,10 @@ TABLES: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "no such word": (lambda: causal("Llama"), {"lm_head": "columns"}, "'columns', which is not one of colwise"),
     "of another model": (zoo.gpt2, LLAMA, "nothing of GPT2LMHeadModel matches 'layers.*.self_attn.q_proj'"),
     "none shipped": (zoo.gpt2, "auto", "classes of GPT2LMHeadModel ship no table"),
-    "a name": (zoo.gpt2, "megatron", "tensor='megatron'"),
-    "no table": (zoo.gpt2, ["h.*.attn"], "it is a dict"),
+    "a name": (zoo.gpt2, "megatron", "tensor must be a table, such as interop.LLAMA"),
+    "no table": (zoo.gpt2, ["h.*.attn"], "tensor must be a dict"),
     "two words": (lambda: causal("Llama"), {**LLAMA, "q_proj": "rowwise"}, "is both 'colwise' and 'rowwise'"),
-    "no layer": (lambda: causal("Llama"), {"model.norm": "colwise"}, "norm (LlamaRMSNorm) is said to be 'colwise'"),
+    "no layer": (lambda: causal("Llama"), {"model.norm": "colwise"}, "norm (LlamaRMSNorm) must not be 'colwise'"),
     "another forward": (squashed, {"lm_head": "colwise_gather_output"}, "which is for nn.Linear and Conv1D"),
     "no embedding": (lambda: causal("Llama"), {"lm_head": "embedding_rowwise"}, "which is for nn.Embedding"),
     "thirds": (lambda: Stack(Normed), {"layers.*.up": "qkv_colwise"}, "are not 3 equal parts"),
@@ -363,10 +363,10 @@ TABLES: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
         lambda: causal("Llama", tie_word_embeddings=True), {"lm_head": "rowwise_split_input"},
         "model.embed_tokens.weight and lm_head.weight are one parameter",
     ),
-    "experts": (lambda: causal("Mixtral"), {"experts.down_proj": "rowwise"}, "only experts are cut by parameters"),
+    "experts": (lambda: causal("Mixtral"), {"experts.down_proj": "rowwise"}, "only experts are sharded by parameter"),
     "some experts": (
         lambda: causal("Mixtral"), {"experts.down_proj": "rowwise", "mlp.experts": "moe_tp_experts"},
-        "gate_up_proj of shape (8, 96, 32) is said to be None",
+        "gate_up_proj of shape (8, 96, 32) has the word None",
     ),
 }  # fmt: skip
 
@@ -447,7 +447,7 @@ def uses() -> dict[str, Any]:
 def test_a_cut_module_generates_records_compiles_and_maps_as_the_whole_one(world: World) -> None:
     for found in world.run(uses):
         assert found["generated"]
-        assert "attentions of its own heads" in found["attentions"]
+        assert "attention weights of local heads" in found["attentions"]
         for case in ("hidden states", "whole, without a mesh", "per sample", "compiled"):
             assert found[case] < 1e-12, case
         kinds, value, gradient = found["bfloat16"]

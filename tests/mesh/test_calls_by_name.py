@@ -53,7 +53,7 @@ CALLS: dict[str, tuple[Call, str]] = {
     "an axis, of a loss of experts": (lambda: parallel.balance_loss(routed()[1], "x"), "balance_loss: unknown axis"),
     "an axis, of heads": (lambda: parallel.ulysses_attention(*qkv(2, 2), "x"), "ulysses_attention: unknown axis"),
     "an axis, of places": (lambda: parallel.positions(8, "x"), "positions: unknown axis"),
-    "an axis that is none": (lambda: loose.to_parallel(torch.ones(3), 3), "to_parallel: an axis is a name"),
+    "an axis that is none": (lambda: loose.to_parallel(torch.ones(3), 3), "to_parallel: axis must be a name"),
     "a type": (lambda: loose.from_parallel("a", "c"), "from_parallel takes tensors"),
     "a dtype": (lambda: parallel.from_parallel(torch.ones(3) > 0, "c"), "from_parallel cannot add"),
     "a dimension": (

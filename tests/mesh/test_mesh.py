@@ -445,7 +445,7 @@ def test_direct_messages_are_refused_where_they_may_wait_for_ever(backend: str) 
                 direct = transports(mesh, **{op: "direct"})
                 with (
                     pytest.raises(
-                        ValueError, match=f'{op}="direct".*{backend} with tensors on cpu may.* use {op}="native"'
+                        ValueError, match=f'{op}="direct".*{backend} with tensors on cpu.* Pass {op}="native"'
                     ),
                     direct,
                 ):

@@ -504,11 +504,11 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "gradients for a limit": (lambda: so.clip_by_global_norm(WRONG_THINGS["tree"]), "the transform that it gives"),
     "a rule that says nothing": (
         lambda: stepped(so.adamw(0.1, weight_decay=lambda path, shape: None)),
-        "w: a rule for a parameter: weight_decay=None is a NoneType",
+        "w: a rule for a parameter: weight_decay must be a number of 0 or more",
     ),
     "a schedule that says nothing": (
         lambda: stepped(so.sgd(lambda step: None)),
-        "the schedule at step 1: lr=None is a NoneType",
+        "the schedule at step 1: lr must be a number of 0 or more",
     ),
     "a rule for a schedule": (
         lambda: so.adamw(WRONG_THINGS["rule"]),
@@ -526,10 +526,10 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         "AttributeError",
     ),
     "nesterov alone": (lambda: so.sgd(0.1, nesterov=True), "needs a momentum"),
-    "a limit below 0": (lambda: so.clip_by_global_norm(-1.0), "limit=-1.0"),
-    "a decay above 1": (lambda: so.ema(so.sgd(0.1), 1.5), "decay=1.5"),
-    "no steps": (lambda: so.accumulate(so.sgd(0.1), 0), "every=0"),
-    "a backoff of 0": (lambda: so.loss_scaled(so.sgd(0.1), backoff=0.0), "backoff=0.0"),
+    "a limit below 0": (lambda: so.clip_by_global_norm(-1.0), "limit must be a number above 0, got -1.0"),
+    "a decay above 1": (lambda: so.ema(so.sgd(0.1), 1.5), "decay must be a number of 0 or more and at most 1, got 1.5"),
+    "no steps": (lambda: so.accumulate(so.sgd(0.1), 0), "every must be an integer of 1 or more, got 0"),
+    "a backoff of 0": (lambda: so.loss_scaled(so.sgd(0.1), backoff=0.0), "above 0 and at most 1, got 0.0"),
     "a long warmup": (lambda: so.warmup_cosine(0.1, warmup=20, steps=10), "do not fit into steps=10"),
     "a coupled optimizer": (lambda: so.from_torch(torch.optim.Adafactor, lr=0.1), "Adafactor moves an element by"),
     "a count for all parameters": (lambda: own(counting_in_group), "Own remembers something outside of its `state`"),
@@ -543,7 +543,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         "momentum is a tensor",
     ),
     "bounds that cross": (lambda: so.lamb(0.1, least=2.0, clip=1.0), "clip=1.0 is below least=2.0"),
-    "no block": (lambda: so.from_torch(torch.optim.SGD, lr=0.1, block=0), "block=0"),
+    "no block": (lambda: so.from_torch(torch.optim.SGD, lr=0.1, block=0), "block must be an integer of 1 or more"),
     "complex matrices": (lambda: so.muon(0.1).init({"w": torch.ones(2, 2) * 1j}), "muon: w is torch.complex64"),
     "complex parameters": (lambda: so.adafactor(0.1).init({"w": torch.ones(2) * 1j}), "adafactor: w is torch"),
     # What people write who know torch's.
@@ -552,9 +552,9 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a number of another optimizer": (lambda: loose.lion(1e-3, eps=1e-8), "it takes lr, b1, b2, weight_decay"),
     "parameters": (lambda: loose.muon([torch.ones(2)], lr=1e-3), "'lr'; an optimizer is made of numbers by name"),
     "parameters alone": (
-        lambda: loose.sgd(iter([torch.ones(2)])), "It gets parameters by state = optimizer.init(params)"
+        lambda: loose.sgd(iter([torch.ones(2)])), "optimizer gets parameters by state = optimizer.init(params)"
     ),
-    "a module": (lambda: loose.soap(torch.nn.Linear(1, 1)), "soap: lr=... is a Linear; it is a number"),
+    "a module": (lambda: loose.soap(torch.nn.Linear(1, 1)), "step, got a Linear. The optimizer gets parameters by"),
     "no rate": (
         lambda: loose.kfac(), "kfac: missing a required argument: 'lr'; an optimizer is made of numbers by name"
     ),

@@ -33,7 +33,7 @@ def test_sizes_are_read(text: str | int, count: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "80 apples", "GiB", "-3", -3, "1e9", "12", "80Gib", 2.5])
 def test_what_is_no_size_is_refused(text: Any) -> None:
-    with pytest.raises(ValueError, match="is no size of memory"):
+    with pytest.raises(ValueError, match="is not a memory size"):
         size_of(text)
 
 

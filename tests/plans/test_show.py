@@ -295,8 +295,8 @@ def test_several_meshes_are_shown_one_by_one() -> None:
         heads = [line for line in text.splitlines() if "mesh" in line]
         assert heads == ["mesh shard=4: 4 ranks", "mesh replica=2, shard=2: 4 ranks", "no mesh: what this process has"]
         assert refused(lambda: sf.show(tree, mesh), ValueError) == (
-            "show: mesh=(shard=4), but b is on a mesh (replica=2, shard=2): leave mesh= out, and each mesh is shown "
-            "with what it has"
+            "show: mesh=(shard=4), but b is on a mesh (replica=2, shard=2): leave mesh= out to show each mesh "
+            "with its parameters"
         )
         assert sf.show(tree).nbytes(0) == 128 + 192 + 12
         assert sf.show(tree).figure().get_axes()
@@ -310,7 +310,7 @@ def test_several_meshes_are_shown_one_by_one() -> None:
         ({}, "show: there is nothing to show, neither flat shards nor tensors: the tree has no leaves"),
         ([3, "x"], "show: there is nothing to show, neither flat shards nor tensors: the tree has int, str"),
         ({"w": torch.ones}, "show: there is nothing to show, but 1 makers, whose tensors are not there yet: pass what"),
-        (nn.Linear(2, 2), "show: a module is no tree of parameters: shardfn.interop.functional(module).tree is one"),
+        (nn.Linear(2, 2), "show: the tree must hold parameters, got a module. Pass shardfn.interop.functional(module)"),
     ],
 )
 def test_what_cannot_be_shown(tree: Any, said: str) -> None:

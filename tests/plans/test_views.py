@@ -93,7 +93,7 @@ def test_times_of_another_plan_are_an_error(tmp_path: Path) -> None:
     plan = stack(3)
     for view in (plan.save_picture, plan.trace):
         told = refused(partial(view, tmp_path / "x.png", times=At((0.0,) * 17, (1.0,) * 17)), ValueError)
-        assert "times of 17 works, but it has 19" in told
+        assert "times must be those of this plan's 19 works, got 17" in told
 
 
 # --- the picture and the trace ---

@@ -100,11 +100,11 @@ CALLS: dict[str, tuple[Call, str]] = {
     "a pass": (lambda: PLAN.flops(phase="fwd"), "ValueError: phase='fwd'; a plan has forward, backward, recompute"),
     "a difference": (lambda: PLAN - 5, "TypeError: unsupported operand"),  # type: ignore[operator]
     "no log": (lambda: PLAN.check(ANY), "TypeError: check: the log is of type NoneType, not a Ledger"),
-    "bits": (lambda: PLAN.fits("80Gib"), "ValueError: '80Gib' is no size of memory"),
-    "no unit": (lambda: PLAN.fits("80"), "ValueError: '80' is no size of memory"),
-    "less than nothing": (lambda: PLAN.fits(-1), "ValueError: -1 is no size of memory"),
-    "half a byte": (lambda: PLAN.fits(2.5), "ValueError: 2.5 is no size of memory"),  # type: ignore[arg-type]
-    "a reserve": (lambda: PLAN.fits("80GiB", "2 gigs"), "ValueError: '2 gigs' is no size of memory"),
+    "bits": (lambda: PLAN.fits("80Gib"), "ValueError: '80Gib' is not a memory size"),
+    "no unit": (lambda: PLAN.fits("80"), "ValueError: '80' is not a memory size"),
+    "less than nothing": (lambda: PLAN.fits(-1), "ValueError: -1 is not a memory size"),
+    "half a byte": (lambda: PLAN.fits(2.5), "ValueError: 2.5 is not a memory size"),  # type: ignore[arg-type]
+    "a reserve": (lambda: PLAN.fits("80GiB", "2 gigs"), "ValueError: '2 gigs' is not a memory size"),
     "unknown links": (
         lambda: PLAN.timed("h1000", "h100"),
         "ValueError: links: there is no 'h1000', only h100, h200, a100, b200; from a file comes Links.load(path)",

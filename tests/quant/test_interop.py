@@ -100,7 +100,7 @@ def refused(f: Any, *args: Any, **kwargs: Any) -> str:
 SAID = {
     "other blocks": "is {0} there, and nf4(96) in model.tree",
     "blocks that they have not": "is kept in int8(64), which bitsandbytes does not have",
-    "not a linear layer": "model.embed_tokens.weight is in few bits, and no weight of a torch.nn.Linear",
+    "not a linear layer": "model.embed_tokens.weight is quantized, and no weight of a torch.nn.Linear",
 }
 
 
@@ -152,7 +152,7 @@ def test_parameters_made_of_several_are_decoded_and_not_kept(world: World, tmp_p
     experts(tmp_path)
     for found in world.run(made_of_several, tmp_path):
         assert 1e-4 < found["off"] < 0.2
-        assert "made of several tensors that are in few bits there" in found["as stored"]
+        assert "must each be one quantized tensor in the files, got several" in found["as stored"]
         assert "made of several that are in few bits, or transposed, there, and nf4(32) in model.tree" in found["twice"]
         assert "they were quantised by gptq" in found["by others"]
 

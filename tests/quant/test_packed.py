@@ -262,9 +262,9 @@ def scaled(tree: Any) -> Any:
 
 WHOLE = {"w": torch.linspace(-1, 1, 2048, dtype=torch.float64).view(32, 64), "n": torch.arange(2048).view(32, 64)}
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "a name": (lambda: quant.quantize(WHOLE, "nf4"), TypeError, "format is a format, such as .*, not 'nf4'"),  # type: ignore[arg-type]
-    "a function": (lambda: quant.quantize(WHOLE, quant.nf4), TypeError, "not the function nf4: call it"),  # type: ignore[arg-type]
-    "a stage's": (lambda: sf.stage(block, gather=quant.nf4), TypeError, "or None, not the function nf4: call it"),  # type: ignore[call-overload]
+    "a name": (lambda: quant.quantize(WHOLE, "nf4"), TypeError, "format must be a format, such as .*, got 'nf4'"),  # type: ignore[arg-type]
+    "a function": (lambda: quant.quantize(WHOLE, quant.nf4), TypeError, "got the function nf4: call it"),  # type: ignore[arg-type]
+    "a stage's": (lambda: sf.stage(block, gather=quant.nf4), TypeError, "or None, got the function nf4: call it"),  # type: ignore[call-overload]
     "no names": (lambda: quant.quantize(WHOLE, quant.nf4(), []), ValueError, "an empty list chooses none"),
     "none": (lambda: quant.quantize(WHOLE, quant.nf4(), lambda *_: False), ValueError, "<lambda> chooses none"),
     "whole numbers": (lambda: quant.dequantize(WHOLE, torch.int8), TypeError, "dtype must be a floating"),
@@ -273,7 +273,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "computed": (
         lambda: quant.dequantize(scaled(quant.quantize(WHOLE, quant.nf4()))),
         TypeError,
-        r"Packed.nf4.64., .32, 64., float64. has torch.float32 where its bytes were",
+        r"Packed.nf4.64., .32, 64., float64. has torch.float32 in place of its bytes",
     ),
 }  # fmt: skip
 
@@ -298,12 +298,12 @@ def refused() -> None:
         ({"w": torch.ones(256)}, None, ValueError, "no tensor with two or more dimensions and at least 64"),
         ({"w": torch.ones(7, 9)}, None, ValueError, "at least 64"),
         (torch.nn.Linear(16, 16), None, ValueError, "such as model.tree"),
-        (few, None, ValueError, "choose others"),
+        (few, None, ValueError, "choose different"),
         ({"w": matrix}, "v", ValueError, "no parameter matches 'v'"),
         ({"w": matrix, "v": torch.ones(7, 9)}, ".*", ValueError, "v has shape .7, 9., 63 numbers, fewer than the 64"),
         ({"w": matrix.long()}, "w", TypeError, "w: nf4.* is for floating-point numbers, not for torch.int64"),
         ({"w": matrix / 0}, "w", ValueError, "w: it has numbers that are not finite"),
-        (few, "w", TypeError, "w is in few bits already"),
+        (few, "w", TypeError, "w is already quantized"),
         ({"w": 3.0}, "w", TypeError, "w is of type float"),
     ]
     for given, names, kind, said in cases:
@@ -346,7 +346,7 @@ def stored(folder: str) -> list[Any]:
         assert sorted(there) == ["m.b", "w.t"]
         assert torch.equal(there["w.t"].mT, packed["m"]["w"].decoded(torch.float64))
         torch.distributed.barrier()
-        with pytest.raises(sf.checkpoint.CheckpointError, match=r"m\.w is in few bits, such as nf4.* pass dtype="):
+        with pytest.raises(sf.checkpoint.CheckpointError, match=r"m\.w is quantized, such as by nf4.* Pass dtype="):
             sf.checkpoint.export(f"{folder}/out", params)
     return [torch.equal(one["m"]["w"].decoded(), packed["m"]["w"].decoded()) for one in found]
 
@@ -372,7 +372,7 @@ def ruled() -> dict[str, Any]:
     rules = {"frozen": told("frozen", lambda _: False), "specs": told("specs", lambda _: P())}
     sf.shard(few, mesh, told("strategy", lambda _: full), stages=told("stages", lambda shape: bool(shape)), **rules)
     for specs in (P("tensor"), sf.by_path([(r".*w", P(None, "tensor")), (r".*b", P())])):
-        with pytest.raises(ValueError, match=r"blocks.0.w is kept in few bits.*cut the bytes.*give it P\(\)"):
+        with pytest.raises(ValueError, match=r"blocks.0.w is quantized.*split the bytes.*give it P\(\)"):
             sf.shard(few, mesh_of(tensor=-1), sf.ddp(()), specs=specs)
     return {" ".join(key): shape for key, shape in found.items() if key[1].endswith("w")}
 

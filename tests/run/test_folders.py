@@ -343,7 +343,7 @@ def test_the_best_checkpoint_stays_also_of_a_run_in_parts(world: World, which: s
         ({"best": "eval/x", "keep": 1}, "no evaluate= gives that metric"),
         ({"best": "eval/x", "keep": 1, "evaluate": lambda state: {"y": 1}}, "best='eval/x', and eval gives y"),
         ({"best": "loss"}, "without keep= all do"),
-        ({"best": ("loss", "least"), "keep": 1}, "of which the lowest is best"),
+        ({"best": ("loss", "least"), "keep": 1}, "best must be the name of a metric to minimize"),
     ],
 )
 def test_a_metric_that_is_none_is_said(options: dict[str, Any], said: str, tmp_path: Path) -> None:

@@ -59,10 +59,10 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "keep 0": ({"keep": 0, "save": "x"}, "keep must be the number of checkpoints that stay"),
     "save a number": ({"save": 3}, "save is a int, not a folder"),
     "resume a path": ({"resume": "x"}, "resume must be True"),
-    "batches none": ({"batches": None}, "batches is a NoneType, not a function of the step to start at"),
+    "batches none": ({"batches": None}, "batches must be a function of the step to start at, got NoneType"),
     "batches of nothing": ({"batches": lambda: iter([])}, "batches is called as batches(start)"),
     "batches no iterator": ({"batches": lambda start: 3}, "batches(0) returned a int, not an iterator of batches"),
-    "batches a list, saved": ({"batches": [1, 2], "save": "x"}, "a list, which always begins at its first batch"),
+    "batches a list, saved": ({"batches": [1, 2], "save": "x"}, "got list, which always begins at its first batch"),
     "batches end": ({"batches": lambda start: range(start, 3)}, "the batches ended after 3 of 5 steps: pass steps=3"),
     "evaluate a number": ({"evaluate": 3}, "evaluate must be a function (state) -> metrics"),
     "evaluate never": ({"evaluate": (len, 0)}, "evaluate must be (function, steps between two evaluations)"),
@@ -170,9 +170,7 @@ def test_a_run_goes_on_only_as_the_one_it_was(world: World, tmp_path: Path) -> N
     assert first == second
     done, identity, none, seed, refused, model, plain, axes, kind, file, last = first
     assert done == last == "it was done"
-    assert (
-        "step-00000002: rows was 8 and is 16; seed was None and is 1. Steps after it would get other rows" in identity
-    )
+    assert "step-00000002: rows was 8 and is 16; seed was None and is 1. Steps after it would get different" in identity
     assert "rows was 8 and is None" in none
     assert "seed=1, and the run in" in seed
     assert "has seed=0" in seed

@@ -63,30 +63,30 @@ Stream = functools.partial(sf.run.Stream, range(4), lengths)
 WRONG: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "batch that ranks cannot share": (
         lambda: {"batch": 7},
-        "cut into equal parts for 2 ranks along data: say batch=6 or 8",
+        "split into equal parts for 2 ranks along data: say batch=6 or 8",
     ),
     "batch of one row": (lambda: {"batch": 1}, "say batch=2"),
-    "batch of none": (lambda: {"batch": 0}, "ValueError: sf.run.batches: batch=0; it is 1 or more"),
-    "batch of a half": (lambda: {"batch": 4.0}, "TypeError: sf.run.batches: batch=4.0 is a float; it is an integer"),
+    "batch of none": (lambda: {"batch": 0}, "ValueError: sf.run.batches: batch must be an integer of 1 or more, got 0"),
+    "batch of a half": (lambda: {"batch": 4.0}, "batch must be an integer of 1 or more, got 4.0, a float"),
     "batch of more than there is": (lambda: {"batch": 42}, "batch=42 rows a step, and the source has 40"),
     "an unknown axis": (lambda: {"axes": "rows"}, "unknown axis 'rows'; the mesh has data=2"),
     "an axis twice": (lambda: {"axes": ("data", "data")}, "axis 'data' is named twice"),
     "axes of no names": (lambda: {"axes": 3}, "TypeError: sf.run.batches: axes must be the name of a mesh axis"),
     "axes in a list": (lambda: {"axes": ["data"]}, "or a tuple of names, got ['data']"),
-    "a negative start": (lambda: {"start": -1}, "ValueError: sf.run.batches: start=-1; it is 0 or more"),
-    "a start of no step": (lambda: {"start": "3"}, "TypeError: sf.run.batches: start='3'"),
+    "a negative start": (lambda: {"start": -1}, "ValueError: sf.run.batches: start must be an integer of 0 or more"),
+    "a start of no step": (lambda: {"start": "3"}, "start must be an integer of 0 or more, got '3', a str"),
     "no rows": (lambda: {"source": []}, "ValueError: sf.run.batches: the source, of type list, has no rows"),
     "an empty tensor": (lambda: {"source": X[:0]}, "the source, of type Tensor, has no rows"),
-    "a generator": (lambda: {"source": iter([1])}, "no row of it can be found by its number"),
+    "a generator": (lambda: {"source": iter([1])}, "a data set with __len__ and __getitem__, got list_iterator"),
     "an iterable data set": (lambda: {"source": Endless()}, "sf.run.Stream(files, read, lanes=...)"),
-    "a number": (lambda: {"source": 3}, "the source, of type int, is no data set"),
+    "a number": (lambda: {"source": 3}, "a data set with __len__ and __getitem__, got int"),
     "columns of different lengths": (
         lambda: {"source": {"x": X, "y": X[1:]}},
         "source['x'] has 40, source['y'] has 39",
     ),
-    "a column of a list": (lambda: {"source": {"x": [1, 2]}}, "source['x'][0] is int"),
-    "a column without rows": (lambda: {"source": (X, torch.tensor(1))}, "source[1] is a tensor without dimensions"),
-    "a column elsewhere": (lambda: {"source": {"x": X.to("meta")}}, "source['x'] is on meta; keep what rows are read"),
+    "a column of a list": (lambda: {"source": {"x": [1, 2]}}, "source['x'][0] must be a tensor or an array with "),
+    "a column without rows": (lambda: {"source": (X, torch.tensor(1))}, "rows along dim 0, got a tensor without "),
+    "a column elsewhere": (lambda: {"source": {"x": X.to("meta")}}, "source['x'] is on meta; keep sources on the CPU"),
     "a sparse column": (lambda: {"source": (X, X.to_sparse())}, "source[1] is a tensor that is not dense"),
     **{
         f"a column of {kind}": (
@@ -97,12 +97,12 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     },
     "a seed of no number": (lambda: {"seed": "abc"}, "TypeError: a seed is an int, not 'abc'"),
     "a seed of a half": (lambda: {"seed": 0.5}, "TypeError: a seed is an int"),
-    "no epochs": (lambda: {"epochs": 0}, "epochs=0; it is 1 or more"),
-    "half an epoch": (lambda: {"epochs": 0.5}, "TypeError: sf.run.batches: epochs=0.5"),
+    "no epochs": (lambda: {"epochs": 0}, "epochs must be an integer of 1 or more, got 0"),
+    "half an epoch": (lambda: {"epochs": 0.5}, "epochs must be an integer of 1 or more, got 0.5, a float"),
     "another last": (lambda: {"last": "keep"}, "last='keep'; what becomes of an epoch's last rows is one of"),
     "a collate that is none": (lambda: {"collate": "pad"}, "collate must be a function of a list of rows, got 'pad'"),
-    "negative workers": (lambda: {"workers": -1}, "workers=-1; it is 0 or more"),
-    "negative prefetch": (lambda: {"prefetch": -2}, "prefetch=-2; it is 0 or more"),
+    "negative workers": (lambda: {"workers": -1}, "workers must be an integer of 0 or more, got -1"),
+    "negative prefetch": (lambda: {"prefetch": -2}, "prefetch must be an integer of 0 or more, got -2"),
     "a shuffle that is none": (lambda: {"shuffle": 5}, "shuffle must be True or False, got 5"),
     "a rate of no number": (lambda: {"rate": "0.1"}, "TypeError: sf.run.batches: rate must be the probability of"),
     "a rate of none": (
@@ -110,7 +110,7 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         "ValueError: sf.run.batches: rate must be the probability of each row",
     ),
     "a rate of more than all": (lambda: {"rate": 1.5}, "rate must be the probability of each row at each step, abo"),
-    "a rate with epochs": (lambda: {"rate": 0.1, "epochs": 1}, "samples each step anew: leave out epochs=, shuffle="),
+    "a rate with epochs": (lambda: {"rate": 0.1, "epochs": 1}, "samples steps independently: leave out epochs=, sh"),
     "a rate in order": (lambda: {"rate": 0.1, "shuffle": False}, "leave out epochs=, shuffle= and last="),
     "a rate of a stream": (lambda: {"rate": 0.1, "source": Stream(lanes=2)}, "rate=0.1; rows of a stream are not fou"),
     "a rate without room": (
@@ -136,7 +136,7 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 LATER: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "strings": (
         lambda: {"source": [{"text": "a"}] * 8},
-        "has str at row['text'], of which no tensor is made: turn it into numbers",
+        "has str at row['text'], which cannot become a tensor. Convert it to numbers",
     ),
     "nothing": (lambda: {"source": [(1, None)] * 8}, "has NoneType at row[1]"),
     "rows of different shapes": (
@@ -244,7 +244,7 @@ def unequal(what: str) -> str:
 def test_a_rank_that_alone_is_wrong_is_named_on_the_other(world: World, what: str) -> None:
     first, second = world.run(unequal, what)
     assert first.startswith("ValueError: sf.run.batches: rank 1 failed: ")
-    assert ("cannot be cut into equal parts" if what == "one alone is wrong" else "the disk is gone") in first
+    assert ("cannot be split into equal parts" if what == "one alone is wrong" else "the disk is gone") in first
     assert "batch=3" in second or "OSError" in second
 
 
@@ -272,7 +272,7 @@ def endless_length() -> str:
 
 @pytest.mark.world(2)
 def test_a_step_is_not_negative_and_for_ever_has_no_length(world: World) -> None:
-    assert all("start=-1" in one for one in world.run(negative_step))
+    assert all("start must be an integer of 0 or more, got -1" in one for one in world.run(negative_step))
     assert all("TypeError" in one and "have no length" in one for one in world.run(endless_length))
 
 

@@ -130,5 +130,5 @@ def test_a_checkpoint_of_another_form_is_said_to_be_one(world: World, tmp_path: 
     for (said,) in world.run(other_forms, tmp_path):
         assert said.startswith("CheckpointError: load ")
         assert (
-            "not of sf.run.loop, or of that of another version of shardfn: it has no run.parts and no run.best." in said
+            "not of sf.run.loop, or is of a different version of shardfn: it has no run.parts and no run.best." in said
         )

@@ -78,7 +78,7 @@ def test_an_optimizer_of_torchs_trains_and_is_kept_once_it_is_complete(world: Wo
     for bare, looped, refused, (start, end), found in world.run(an_optimizer_of_torchs, str(tmp_path)):
         assert looped == bare
         assert refused.startswith("ValueError: sf.run.loop: the state of an optimizer by from_torch is not complete")
-        assert "take one step first" in refused
+        assert "Take one step first" in refused
         assert (start, end, len(found)) == (3, 6, 6)
 
 
@@ -117,7 +117,7 @@ def test_a_state_that_becomes_something_else_later_is_not_saved(world: World, tm
     for found in world.run(kinds, str(tmp_path)):
         for name, (said, last) in found.items():
             assert said.startswith("ValueError: sf.run.loop: step returned a"), (name, said)
-            assert "a checkpoint, could not go on from that" in said, name
+            assert "a checkpoint, could not continue from that" in said, name
             assert last == 2, name
 
 

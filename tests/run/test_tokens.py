@@ -108,7 +108,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     path.write_bytes(good[:100])
     assert "the header is damaged" in told(lambda: sf.run.TokenFile(path))
     path.write_bytes(b"text")
-    assert "is no file of tokens" in told(lambda: sf.run.TokenFile(path))
+    assert "is not a file of tokens" in told(lambda: sf.run.TokenFile(path))
     for at in (HEADER + 3, len(good) - 2):
         path.write_bytes(good[:at] + b"\xff" + good[at + 1 :])
         assert "and " in told(sf.run.TokenFile(path).verify)

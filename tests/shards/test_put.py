@@ -87,7 +87,7 @@ def test_what_cannot_be_put_is_told(world: World, tmp_path: Path, monkeypatch: p
     tier, turned, nowhere, folder, meta, twice, transform = world.run(refusals, tmp_path)[0]
     assert tier == 'ValueError: put: tier=\'tape\'; a tier is "device", "host" or "disk"'
     assert turned == "TypeError: put('disk', ...): the tree comes first, and its tier after it: put(params, 'disk')"
-    assert nowhere.startswith("ValueError: values are to be on disk, but nobody has said where: pass a folder")
+    assert nowhere.startswith("ValueError: values are to be on disk, but the folder is unknown: pass a folder")
     assert folder.startswith("FileExistsError: ")
     assert "no file for values can be made in" in folder
     assert str(tmp_path / "file") in folder

@@ -398,13 +398,13 @@ def test_names_of_other_libraries_mean_what_they_mean_there() -> None:
     ("name", "says"),
     [
         *(("3", '"fsdp:3" or "zero:3"'), (3, '"fsdp:3" or "zero:3"'), ("0", 'write "zero:0"'), ("5", 'write "fsdp:5"')),
-        ("deepspeed_stage_3_offload", 'write "full_shard"'),
-        ("deepspeed_stage_3_offload_nvme", 'write "full_shard"'),
-        ("deepspeed_stage_2_offload", 'write "zero2"'),
-        ("full_shard offload auto_wrap", 'write "full_shard"'),
-        ("shard_grad_op auto_wrap offload", 'write "shard_grad_op"'),
-        ("fsdp_cpu_offload", 'write "full_shard"'),
-        ("fsdp_native_full_shard_offload", 'write "full_shard"'),
+        ("deepspeed_stage_3_offload", 'Use "full_shard"'),
+        ("deepspeed_stage_3_offload_nvme", 'Use "full_shard"'),
+        ("deepspeed_stage_2_offload", 'Use "zero2"'),
+        ("full_shard offload auto_wrap", 'Use "full_shard"'),
+        ("shard_grad_op auto_wrap offload", 'Use "shard_grad_op"'),
+        ("fsdp_cpu_offload", 'Use "full_shard"'),
+        ("fsdp_native_full_shard_offload", 'Use "full_shard"'),
     ],
 )
 def test_a_name_that_says_two_things_or_more_than_there_is_is_refused(name: Any, says: str) -> None:
@@ -430,7 +430,7 @@ def test_what_is_kept_is_what_is_not_given_back() -> None:
 def test_axes_are_a_name_or_a_tuple_of_names() -> None:
     assert sf.Placement("a", "b", gradients=("a", "b")) == sf.hfsdp(shard="a", replica="b")
     for wrong in (["a"], 3, ("a", 1)):
-        with pytest.raises(TypeError, match="a string or a tuple of them"):
+        with pytest.raises(TypeError, match="must be a mesh axis name or a tuple of names"):
             sf.Placement(wrong)  # type: ignore[arg-type]
 
 

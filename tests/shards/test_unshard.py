@@ -231,15 +231,15 @@ def refusals() -> dict[str, tuple[str, str]]:
         ),
         "twice": (
             lambda: everything(ranks=[0, 0]),
-            "ValueError: unshard: ranks=[0, 0]; it names at least one rank, and each once",
+            "ValueError: unshard: ranks must name at least one rank and each once, or be None for all, got [0, 0]",
         ),
-        "none": (lambda: everything(ranks=[]), "ValueError: unshard: ranks=[]; it names at least one rank"),
+        "none": (lambda: everything(ranks=[]), "ValueError: unshard: ranks must name at least one rank"),
         "a number": (
             lambda: everything(ranks=0),
-            "TypeError: unshard: ranks=0; it is a list of global ranks, such as [0]",
+            "TypeError: unshard: ranks must be a list of global ranks, such as [0], or None for all, got 0",
         ),
-        "a name": (lambda: everything(ranks="0"), "TypeError: unshard: ranks=['0']; it is a list of global ranks"),
-        "a bool": (lambda: everything(ranks=[True]), "TypeError: unshard: ranks=[True]; it is a list of global ranks"),
+        "a name": (lambda: everything(ranks="0"), "TypeError: unshard: ranks must be a list of global ranks"),
+        "a bool": (lambda: everything(ranks=[True]), "TypeError: unshard: ranks must be a list of global ranks"),
         "wrong on one": (lambda: everything(ranks=[0] if rank else [5]), "ValueError: unshard: "),
         "differ": (
             lambda: everything(ranks=[rank]),

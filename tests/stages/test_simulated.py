@@ -616,7 +616,7 @@ def on_gloo() -> list[Any]:
         mesh = sf.make_mesh(shard=4, device=device.name)
         patch.setattr(process_groups, "backend_of", lambda group, device: "gloo")
         found: list[Any] = [into_buffers.communicator_of(mesh, ("shard",)).chosen]
-        with pytest.raises(ValueError, match=r'gloo with tensors on sim .* use all_gather="native"'):
+        with pytest.raises(ValueError, match=r'gloo with tensors on sim.* Pass all_gather="native"'):
             sf.transports(mesh, all_gather="direct").__enter__()
         run = sf.shard_map(in_specs=..., out_specs=..., mesh=mesh)(
             lambda x: parallel.pipeline(lambda w, x, b: x, x, [x], "shard")
@@ -635,7 +635,7 @@ MISUSES: dict[str, tuple[dict[str, Any], str]] = {
     "no such rank": ({"ranks": 2, "rank": 2}, "ranks are numbered from 0"),
     "no rank": ({"ranks": 0}, "ranks are numbered from 0"),
     "no device": ({"count": 0}, "1 device or more"),
-    "a path for a store": ({"store": "a path"}, "store is of type str"),
+    "a path for a store": ({"store": "a path"}, "got str. All ranks pass"),
     "an unknown backend": ({"backend": "nobody's"}, "nobody's"),
 }
 

@@ -126,7 +126,7 @@ def misuse(how: str) -> Any:
         ("shape", ValueError, "blocks.1.*holds shape.*but its piece is"),
         ("stack", ValueError, "torch.func.vmap"),
         ("no tensor", TypeError, "blocks.1.*holds int, not a tensor"),
-        ("one of two", ValueError, "blocks.0.*came alone"),
+        ("one of two", ValueError, "blocks.0.* alone: pass all"),
         ("another mesh", ValueError, "different meshes.*blocks.1.*blocks.0"),
     ],
 )

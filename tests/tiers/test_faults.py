@@ -77,8 +77,8 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
     "not readable": (lambda: disk(failing("read", 5)), "reading 0.0 MB of .* failed: Input/output error"),
     "not writable": (lambda: disk(failing("write", 5)), "writing 0.0 MB of .* failed: Input/output error"),
     "hangs": (hanging, "has taken more than 1 s: the disk is too slow for it, or hangs; SHARDFN_DISK_TIMEOUT"),
-    "params cut off": (lambda: losing("params"), "the file ends at 8192 bytes and had [0-9]+: something else has cut"),
-    "state cut off": (lambda: losing("state"), "the file ends at 8192 bytes and had [0-9]+: something else has cut"),
+    "params cut off": (lambda: losing("params"), "the file ends at 8192 bytes and had [0-9]+: something else"),
+    "state cut off": (lambda: losing("state"), "the file ends at 8192 bytes and had [0-9]+: something else"),
 }
 AT_FIRST = {"full at first": (lambda: no_larger(4096), "making room for 0.0 MB of params in .* failed: File too large")}
 

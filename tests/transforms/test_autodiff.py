@@ -193,7 +193,7 @@ def test_a_loss_is_a_real_scalar(loss: Any, kind: type[Exception], words: list[s
 
 @pytest.mark.parametrize("result", [X.sum(), [X.sum(), 1], (X.sum(), 1, 2), (X.sum(),)], ids=["loss", "list", "3", "1"])
 def test_with_aux_a_loss_is_a_pair(result: Any) -> None:
-    with pytest.raises(TypeError, match=r"has_aux=True.*returns \(loss, aux\)"):
+    with pytest.raises(TypeError, match=r"has_aux=True.*must return \(loss, aux\)"):
         sf.value_and_grad(lambda x: result, has_aux=True)(X)
 
 

@@ -286,7 +286,7 @@ def test_what_inductor_compiles_has_the_same_numbers(name: str) -> None:
 
 
 def test_ranks_that_are_threads_are_refused() -> None:
-    with pytest.raises(Exception, match=r"compile\(step\): ranks are threads of one process here"):
+    with pytest.raises(Exception, match=r"compile\(step\): ranks are threads of one process, and torch"):
         world(2, "threads").within(60).run(in_turn, "policy")
 
 
@@ -467,7 +467,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a negative view from elsewhere": (negated, r"from elsewhere, which shares memory with another that"),
     "another tensor in each call": (
         swapped,
-        r"the step does the same with other tensors from elsewhere, of shapes \[8\]: a compiled program always",
+        r"the step does the same with other tensors from elsewhere, of shapes \[8\]: a compiled program cannot change",
     ),
     "the host reads": (
         lambda: repeated(lambda w, x: w.sum().item()),
@@ -477,12 +477,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "the host counts": (lambda: repeated(lambda w, x: w[w > 0].sum()), r"the host reads a result, by aten::index"),
     "a number among the arguments changes": (
         lambda: repeated(lambda w, x, n: n * w.sum(), lambda i: (0.5 + i,)),
-        r"compile\(step\): rest.* is 1\.5, and was 0\.5: a program keeps numbers as they are",
+        r"compile\(step\): rest.* is 1\.5, and was 0\.5: a program keeps numbers as constants",
     ),
     "nothing is passed back": (overwritten, r"the step overwrites params\.w, and the program does not pass back"),
     "arguments share memory": (shared, r"shares memory with another argument, and the step overwrites it"),
     "a donated argument": (used_again, r"a tensor that was given to a step"),
-    "many shapes": (many_shapes, r"there are 8 programs already, each for other shapes"),
+    "many shapes": (many_shapes, r"there are 8 programs already, each for different shapes"),
     "an argument requires a gradient": (with_gradients, r"params\.w requires a gradient"),
     "a debug mode": (in_debug_mode, r"debug\(nan=True\) checks each call on the host: leave it off"),
     "a generator": (drawing_from_its_own, r"aten::rand.* draws from a torch\.Generator, such as fold_in makes"),

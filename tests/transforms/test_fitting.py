@@ -257,9 +257,7 @@ def lost(kept: Path) -> str:
 def test_a_rank_that_does_not_come_back_is_not_waited_for(tmp_path: Path) -> None:
     with World(2, deadline=60) as world:
         said = world.run(lost, tmp_path / "said")[0]
-    assert said.startswith(
-        "RuntimeError: accumulate of loss in 1 part: it was called off, and rank 1 has not come back"
-    )
+    assert said.startswith("RuntimeError: accumulate of loss in 1 part: it was aborted, and rank 1 has not come back")
 
 
 def only_one(place: str) -> Any:
@@ -320,12 +318,12 @@ def test_what_writes_into_its_arguments_does_not_run_again(world: World, what: s
 
 X = torch.ones(4, 2)
 WRONG: dict[str, tuple[Any, Any, str]] = {
-    "no parts": (X, 0, "ValueError: accumulate: micro=0; a batch is cut into 1 part or more"),
-    "fewer than none": (X, -1, "ValueError: accumulate: micro=-1; a batch is cut into 1 part or more"),
-    "a fraction": (X, 2.0, 'TypeError: accumulate: micro=2.0; it is a number of parts, or "auto"'),
-    "a truth": (X, True, "TypeError: accumulate: micro=True; it is"),
-    "another word": (X, "all", "TypeError: accumulate: micro='all'; it is"),
-    "a tensor of parts": (X, torch.tensor(2), "TypeError: accumulate: micro=tensor(2); it is"),
+    "no parts": (X, 0, "ValueError: accumulate: micro must be 1 or more, got 0"),
+    "fewer than none": (X, -1, "ValueError: accumulate: micro must be 1 or more, got -1"),
+    "a fraction": (X, 2.0, 'TypeError: accumulate: micro must be a number of parts or "auto", got 2.0'),
+    "a truth": (X, True, 'TypeError: accumulate: micro must be a number of parts or "auto", got True'),
+    "another word": (X, "all", "TypeError: accumulate: micro must be a number of parts"),
+    "a tensor of parts": (X, torch.tensor(2), "TypeError: accumulate: micro must be a number of parts"),
     "no tensors": (
         {},
         "auto",

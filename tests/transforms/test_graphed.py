@@ -294,7 +294,7 @@ REFUSED: dict[str, tuple[Run, str]] = {
     "another operation than before": (alternating, r"the step runs aten::\w+, and at the last call aten::\w+"),
     "a changed number": (
         lambda d: repeated(d, lambda w, x, rate: rate * w.sum(), lambda i: (0.1 * i,)),
-        r"rest.*is 0.1, and was 0.0: a program keeps numbers as they are. Pass it as a 0-d tensor",
+        r"rest.*is 0.1, and was 0.0: a program keeps numbers as constants. Pass it as a 0-d tensor",
     ),
     "a generator": (lambda d: repeated(d, folded), "draws from a torch.Generator, such as fold_in makes"),
     "dropout in a stage that runs again": (lambda d: staged(dropped, d, remat=True), "in a stage that runs again"),

@@ -116,7 +116,7 @@ def refused() -> dict[str, str]:
 
 
 REFUSED = {
-    "torch.jacfwd": "a basis of 24 unit vectors on each of these 2 ranks",
+    "torch.jacfwd": "24 unit vectors on each of 2 ranks",
     "torch.hessian": "Use shardfn.jacfwd, shardfn.jacrev or shardfn.hessian",
     "jacfwd, local": "its result differs between ranks",
     "jacrev, local": "its result differs between ranks",

@@ -660,9 +660,9 @@ def test_a_mesh_that_took_the_place_of_another_is_checked_again() -> None:
 
 def test_only_local_and_global_inputs_exist() -> None:
     wrong: Any = "whole"
-    with pytest.raises(ValueError, match='inputs=\'whole\'; it is "local" or "global"'):
+    with pytest.raises(ValueError, match='inputs must be "local" or "global", got \'whole\''):
         sf.shard_map(lambda x: x, in_specs=P(), out_specs=P(), inputs=wrong)
-    with pytest.raises(TypeError, match="check='whole'; it is True or False"):
+    with pytest.raises(TypeError, match="check must be True or False, got 'whole'"):
         sf.shard_map(lambda x: x, in_specs=P(), out_specs=P(), check=wrong)
 
 
