@@ -176,8 +176,9 @@ def balance_loss(routing: Routing, axes: AxisName = ()) -> Tensor:
     Source: Fedus et al., Switch Transformers (2021), equations 4 to 6.
     """
     count, k = routing.logits.shape[-1], routing.experts.shape[-1]
-    choices = _hot(_with_indices("balance_loss", routing).experts, count).sum((0, 1, 2)).to(routing.logits.dtype)
-    probabilities = routing.logits.softmax(-1).sum((0, 1))
+    logits = routing.logits.to(wide(routing.logits))  # 16 bits have no room for numbers of tokens
+    choices = _hot(_with_indices("balance_loss", routing).experts, count).sum((0, 1, 2)).to(logits.dtype)
+    probabilities = logits.softmax(-1).sum((0, 1))
     shares, mean_probabilities = _mean_over_tokens((choices, probabilities), routing, axes).view(2, count)
     return count / k * (shares * mean_probabilities).sum()
 
@@ -193,7 +194,8 @@ def router_loss(routing: Routing, axes: AxisName = ()) -> Tensor:
 
     Source: Zoph et al., ST-MoE (2022), equation 5.
     """
-    return _mean_over_tokens((routing.logits.logsumexp(-1).square().sum()[None],), routing, axes)[0]
+    logits = routing.logits.to(wide(routing.logits))
+    return _mean_over_tokens((logits.logsumexp(-1).square().sum()[None],), routing, axes)[0]
 
 
 def _mean_over_tokens(totals: tuple[Tensor, ...], routing: Routing, axes: AxisName) -> Tensor:

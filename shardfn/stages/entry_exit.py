@@ -1,8 +1,9 @@
-"""One call of a stage: its function on whole parameters, under torch's own autograd.
+"""One call of a stage under torch's own autograd, between two autograd nodes: the entry and the exit.
 
-The entry gathers, and in backward reduces; the exit passes outputs on, and in backward gathers again. So both happen
-once a call, on every rank whose outputs get a gradient, whatever the function did with its parameters. What autograd
-saves of a gathered parameter is its place in the buffer, and is found again in what the exit gathered.
+The entry gathers in forward, and reduces gradients in backward. The exit returns the outputs in forward, and gathers
+again in backward, before any node of the function runs. So both run once per call, on every rank whose outputs get a
+gradient, whichever parameters the function used. Where autograd would save a view of a gathered parameter, hooks save
+its offset (`saved.py`), and backward takes the view of the buffer that the exit has gathered.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from shardfn.stages import nonfinite
 from shardfn.stages.composition import transposed
 from shardfn.stages.gather import Gathered, Secondary, offset_in
 from shardfn.stages.gather_plan import GatherPlan
+from shardfn.stages.gather_stream import Arrival
 from shardfn.stages.recompute import Recomputed
 from shardfn.stages.recorded import record_parameters
 from shardfn.stages.refusals import refuse_mixed, writes
@@ -48,12 +50,12 @@ NOTHING = contextlib.nullcontext()
 
 
 def named(stage: str, backward: bool | None = None) -> Any:
-    """A context whose collectives are a stage's."""
+    """A context in which the ledger and the debug mode attribute collectives to a stage."""
     return attributed_to(stage, backward) if open_ledgers or debugging.collectives else NOTHING
 
 
 class _Running(threading.local):
-    """The calls whose functions are running on this thread, one within the other."""
+    """The calls whose functions are running on this thread, outermost first."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -65,32 +67,33 @@ _running = _Running()
 class Call:
     """One call of a stage.
 
-    What autograd saved refers to it, so it refers to no tensor that autograd made.
+    Autograd's saved values refer to the call. So that there is no reference cycle, the call refers to no tensor that
+    autograd made.
 
     Attributes:
-        notices: whether it notices that autograd saves a parameter which is kept.
-        key: what is gathered for it is known by.
-        versions: of the shards, which must not change until its backward.
-        trains: which shards get a gradient.
-        collected: those whose gradients the step collects, so that autograd gets none.
-        reduces: for which backward reduces one.
+        notices: whether it detects that autograd saves a parameter although the gathered parameters are kept.
+        key: key of its gather in `Prefetch.buffers`.
+        versions: version counters of the shards, which must not change until backward.
+        trains: for each shard, whether it gets a gradient.
+        collected: for each shard, itself if the step collects its gradient, so that autograd gets none; else None.
+        reduces: for each shard, whether backward reduces a gradient.
         again: whether backward gathers again, the same on all ranks; None until they have agreed on it.
-        forward: whether its function runs, and autograd records it.
-        saved: whether autograd saved a place.
-        keeps: whether autograd keeps what was gathered.
-        gathered: what was gathered, while the function runs and again in backward.
-        secondary: pieces from which backward gathers, in place of the shards.
-        outer: the call in whose function this one is made.
-        nests: whether there are such calls in its own.
+        forward: whether its function is running while autograd records it.
+        saved: whether autograd saved a view of a parameter.
+        keeps: whether autograd keeps the gathered parameters until backward.
+        gathered: the gathered parameters, while the function runs and again in backward.
+        secondary: larger shards from which backward gathers, in place of the shards.
+        outer: the call inside whose function this call was made.
+        nests: whether calls were made inside its function.
         index: position on the tape.
-        opened_in: the backward pass in which its exit has run.
+        opened_in: number of the backward pass in which its exit has run.
         done: whether its backward has run.
-        stays: whether what was gathered again stays, for another pass through its graph.
+        stays: whether parameters that backward gathered stay, for another pass through the graph.
         decodes: quantized parameters that its function has decoded.
-        away: its activations that have left the device.
-        frame: how its function runs again in backward, until the exit has it.
-        before: its parameters before its function ran, while that runs and if they are compared.
-        attribution: what makes collectives between its exit and its entry in backward its own, and on which thread.
+        away: its offloaded activations.
+        frame: the recomputation of its function, until the exit node holds it.
+        before: a snapshot of its parameters while its function runs, if they are compared afterwards.
+        attribution: the context that attributes collectives between exit and entry in backward to it, and its thread.
     """
 
     notices = True
@@ -102,8 +105,8 @@ class Call:
     saved = keeps = done = stays = forward = nests = False
     index, opened_in = 0, -1
     key: Any = None
-    bad = ""  # numbers that are not finite among the gradients that came in
-    owned: Sequence[int] = ()  # the storages of what was gathered, and of shards that are parameters
+    bad = ""  # the kinds of non-finite numbers in the incoming gradients
+    owned: Sequence[int] = ()  # storages of gathered parameters, and of shards that are the parameters
     again: bool | None = None
     tape: CallTape | None = None
 
@@ -122,15 +125,15 @@ class Call:
         variables = step.variables if step is not None else {}
         self.collected = [x if need and id(x) in variables else None for x, need in zip(shards, trains, strict=True)]
         self.versions, self.thread = autograd.versions_of(shards), get_ident()
-        self.flat: dict[torch.dtype, Tensor] = {}  # what was gathered again, as numbers of each kind
+        self.flat: dict[torch.dtype, Tensor] = {}  # the bytes that backward gathered, viewed as each dtype
         self.away: list[Any] = []
         self.decodes: list[DecodedParameter] = []
-        self.decoded: dict[DecodedParameter, Tensor] = {}
+        self.decoded: dict[DecodedParameter, tuple[Tensor, Arrival | None]] = {}
 
     # --- forward ---
 
     def run(self, leaves: list[Any], indices: Sequence[int], records: bool) -> Any:
-        """The function's result; with `records`, as a part of autograd's graph."""
+        """Gathers, runs the function, and returns its result; with `records`, as a part of autograd's graph."""
         schedule = self.schedule
         if not records:
             with schedule.alone:
@@ -170,7 +173,7 @@ class Call:
         return self._apart(result, [leaves[i] for i in indices], tokens)
 
     def _entered(self) -> tuple[Tensor, list[list[Tensor]]]:
-        """The parameters as results of the entry, and what leads the exit to it: one of them that has a gradient."""
+        """The parameters as results of the entry, and a token: a tensor whose graph leads to the entry."""
         views = self._parted(_EntryFunction.apply(self, *self.shards))  # type: ignore[no-untyped-call]
         token = self.shards[0]
         for ps, trains in zip(views, self.trains, strict=True):
@@ -179,7 +182,7 @@ class Call:
         return token, views
 
     def _views(self, gathered: Gathered | None) -> list[list[Tensor]]:
-        """The parameters by shards; no views, of which forward mode would copy the base."""
+        """The parameters by shards, detached: of a view, forward mode would copy the base."""
         return [
             gathered.parameters(gather)
             if gather.moves and gathered
@@ -237,7 +240,7 @@ class Call:
         return result
 
     def _function(self, leaves: Sequence[Any], views: Sequence[Sequence[Tensor]]) -> Any:
-        """Calls the function with whole parameters."""
+        """Calls the function with full parameters, and checks that it did not write into them."""
         signature, options = self.signature, self.signature.options
         arguments = [cast(x, options.input_dtype) for x in leaves] if options.input_dtype else leaves
         mesh = self.schedule.mesh
@@ -260,7 +263,7 @@ class Call:
         return result if options.output_dtype is None else cast_all(result, options.output_dtype)
 
     def _decode(self, packed: Packed) -> Tensor:
-        """A quantized parameter, decoded; what autograd saves of it is decoded again."""
+        """A quantized parameter, decoded; backward decodes it again in place of a saved copy."""
         x = self._decoded(packed)
         if self.before is not None:
             self.before.add(x)
@@ -272,7 +275,7 @@ class Call:
         return x
 
     def _end(self, gathered: Gathered | None) -> None:
-        """Ends the forward call: nothing more is saved as a place.
+        """Ends the forward call.
 
         Raises:
             RuntimeError: the function wrote into a parameter.
@@ -286,8 +289,8 @@ class Call:
             self.schedule.end_forward(self, gathered)
 
     def _apart(self, result: Any, inputs: Sequence[Tensor], tokens: Sequence[Tensor] = ()) -> Any:
-        """The result, with outputs that are no memory of parameters, and through the exit if autograd records."""
-        frame, self.frame = self.frame, None  # what refers to this call is not to be referred to by it
+        """The result, without aliases of parameters' memory, and passed through the exit if autograd records."""
+        frame, self.frame = self.frame, None  # the frame refers to this call: no cycle
         leaves, tree = ([result], None) if type(result) is Tensor else optree.tree_flatten(result)
         tensor_indices = [i for i, y in enumerate(leaves) if isinstance(y, Tensor)]
         for i in tensor_indices:
@@ -313,7 +316,7 @@ class Call:
     # --- what autograd saves ---
 
     def place(self, x: Tensor) -> GatheredView | None:
-        """What is saved in place of a tensor that lies in what was gathered or decoded; None if it is kept itself."""
+        """The view to save in place of a tensor in gathered or decoded memory; None if autograd saves the tensor."""
         if x.layout is not torch.strided or x.is_conj() or x.is_neg():
             return None
         for parameter in (None, *self.decodes):
@@ -338,8 +341,12 @@ class Call:
         if decoded is None:
             source = parameter.source
             bytes_ = source.found() if isinstance(source, GatheredView) else source
-            decoded = self.decoded[parameter] = self._decoded(parameter.form.having(bytes_))
-        return decoded
+            values, stream = self._decoded(parameter.form.having(bytes_)), self.schedule.gathering.stream
+            decoded = self.decoded[parameter] = values, None if stream is None else Arrival(stream)
+        values, arrival = decoded
+        if arrival is not None:
+            arrival.wait(values)
+        return values
 
     def _decoded(self, packed: Packed) -> Tensor:
         dtype = self.signature.options.gather_dtype or packed.dtype
@@ -347,28 +354,28 @@ class Call:
             return packed.decoded(dtype, self.schedule.gathering.room_for(packed, dtype))
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
-        """What was gathered again, as numbers of a dtype; gathers it if no exit did.
+        """The parameters that backward gathered, viewed as a dtype; gathers them if no exit has.
 
         Raises:
             RuntimeError: a shard was written into since forward.
         """
-        if functorch.inside_transform():  # backward of a graph from outside
+        if functorch.inside_transform():  # backward of a graph that was made outside of the transform
             with functorch.outside_transforms():
                 return self._numbers(dtype)
         return self._numbers(dtype)
 
     def _numbers(self, dtype: torch.dtype) -> Tensor:
-        if self.gathered is None:
-            with self.schedule.in_backward(self):
+        with self.schedule.in_backward(self):  # the wait too: its checks belong to this lane
+            if self.gathered is None:
                 self.schedule.gather_again(self)
-        assert self.gathered is not None, "it is under way"
-        flat = self.flat[dtype] = self.gathered.numbers(dtype)
-        return flat
+            assert self.gathered is not None, "it is in flight"
+            flat = self.flat[dtype] = self.gathered.numbers(dtype)
+            return flat
 
     # --- backward ---
 
     def exit_backward(self, cotangents: Sequence[Tensor | None], frame: Recomputed | None) -> None:
-        """The exit in backward: gathers again, for the calls before it, too, and runs the function again."""
+        """The exit in backward: gathers again, prefetches for earlier calls, and recomputes with `remat`."""
         schedule = self.schedule
         if debugging.nan:
             self.bad = nonfinite.kinds(nonfinite.not_finite([x for x in cotangents if x is not None]))
@@ -381,10 +388,10 @@ class Call:
             self.attribution = get_ident(), attributed_to(self.signature.stage, backward=True, scheduled=False)
             self.attribution[1].__enter__()
         if frame is not None:
-            frame.second()  # here, and so on every rank, whatever its graph asks for
+            frame.second()  # here, so that every rank runs its collectives, whatever the rank's graph needs
 
     def end_attribution(self) -> None:
-        """Collectives that follow in backward are not this call's."""
+        """Stops attributing collectives to this call in backward."""
         if self.attribution is not None and self.attribution[0] == get_ident():
             self.attribution[1].__exit__()
         self.attribution = None
@@ -404,7 +411,8 @@ class Call:
                     batched = functorch.batched(g)
                     break
             if torch.is_grad_enabled() or batched:
-                self.stays = True  # a pass through this graph must not communicate where its own nodes say so
+                # Else a pass through this graph would gather where its nodes ask for it, not where all ranks do.
+                self.stays = True
                 with scope(schedule.mesh):
                     return transposed(self.plan, self.shards, self.trains, parted)
             if debugging.nan:
@@ -419,7 +427,7 @@ def _tensors(result: Any) -> list[Tensor]:
 
 
 class _EntryFunction(torch.autograd.Function):
-    """Gathers; in backward, reduces. The exit leads to it also where the function used no parameter."""
+    """Gathers; in backward, reduces. The exit's token leads here even if the function used no parameter."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, *shards: Tensor) -> Any:
@@ -438,10 +446,10 @@ class _EntryFunction(torch.autograd.Function):
 
 
 class _Exit(torch.autograd.Function):
-    """Passes outputs on; in backward, gathers again before anything asks for a parameter.
+    """Passes outputs on; in backward, gathers again before any node of the function needs a parameter.
 
-    Torch would call hooks with None on outputs and on parameters that nothing uses, as their nodes are a part of the
-    pass: so these get zeros. The first token only leads to the entry; the others are parameters with hooks.
+    The first token only leads to the entry; the others are parameters with hooks. As their nodes are part of the pass,
+    torch would call hooks of unused outputs and parameters with None: they get zeros instead.
     """
 
     @staticmethod

@@ -1,8 +1,8 @@
-"""Gathers a stage's parameters into one buffer, which belongs to those that refer to it.
+"""Gathers a stage's parameters into one buffer, which lives as long as something refers to it.
 
-On an accelerator a buffer is allocated on the stream that computes, the gather's stream waits for what that stream had
-been given by then, and the stream that computes waits for the gather before it reads. So memory that the host frees may
-be allocated again on that stream, without noting which other streams used it.
+On an accelerator a buffer is allocated on the compute stream. The gather stream waits for all work that the compute
+stream had been given by then, and the compute stream waits for the gather before it reads. So memory that the host
+frees can be allocated again on the compute stream, without `record_stream`.
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ from shardfn.mesh import waiting
 from shardfn.quant.packed import Packed
 from shardfn.stages.buffers import Buffer, Pool
 from shardfn.stages.gather_plan import Gather, GatherPlan
-from shardfn.stages.gather_stream import Copied, GatherStream
+from shardfn.stages.gather_stream import Arrival, Copied, GatherStream
 from shardfn.tiers.offload import DiskPrefetch
+from shardfn.tiers.transfers import copy_streams
 
 
 class Gathering:
-    """What brings shards into buffers, for all stages that one lane runs on one mesh.
+    """The resources for gathers of all stages that one lane runs on one mesh: communicators, streams and memory.
 
     Attributes:
         communicator_of: the communicator along some axes; None if there is one rank along them.
         disk: reads of shards from disk.
-        stream: of an accelerator: the one on which gathers start.
-        pool: memory on a CPU.
-        decoded: the same for what is decoded from it.
+        stream: the stream on which gathers start; None on a CPU.
+        pool: buffers for gathered parameters, reused on a CPU.
+        decoded: buffers for decoded quantized parameters, likewise.
     """
 
     def __init__(self, device: torch.device, communicator_of: Callable[[tuple[str, ...]], Communicator | None]) -> None:
@@ -56,10 +57,10 @@ class Gathering:
         self.stream = None if device.type in ("cpu", "meta") else GatherStream(device)
 
     def room_for(self, packed: Packed, dtype: torch.dtype) -> Tensor | None:
-        """Memory that is used again, for a quantized parameter's numbers; None where that is the allocator's work.
+        """Reused memory for a decoded quantized parameter; None where the allocator reuses memory, as on accelerators.
 
-        Its storage is another each time: a version in it does not count what is decoded there later. The checker takes
-        down which values are written where, so it gets none.
+        Each call returns a new storage over this memory, so that later decoding there does not bump the version counter
+        of an earlier parameter. The checker tracks values by their memory, so in a checked call it returns None.
         """
         plain = type(packed.values) is Tensor and not functorch.inside_transform()
         if not plain or self.device.type != "cpu" or recording.outer() is not None:
@@ -69,40 +70,42 @@ class Gathering:
 
 
 _left: deque[tuple[GatherStream, list[Handle], tuple[Tensor, ...]]] = deque()
-"""Gathers that nobody waited for, and their memory. The garbage collector only takes a note: it runs on any thread."""
+"""Gathers that nobody waited for, and their memory. `__del__` only appends here, as it may run on any thread."""
 devices.clears.append(_left.clear)
 
 
 def free_left() -> None:
-    """Frees such memory, for the allocator to use again only after the gathers."""
-    while _left and not devices.capturing(_left[0][0].device):
-        try:
-            left = _left.popleft()
-        except IndexError:  # another thread took it
-            return
-        free(left)
+    """Frees the memory of gathers that nobody waited for, once their streams have passed them."""
+    try:
+        while not devices.capturing(_left[0][0].device):
+            free(_left.popleft())
+    except IndexError:  # none is left; another thread may have taken the last one
+        return
 
 
 def free(left: tuple[GatherStream, list[Handle], tuple[Tensor, ...]]) -> None:
-    """Lets the allocator use memory again only after gathers for which its own stream has not waited."""
+    """Records the gather streams on memory, as the stream that it returns to has not waited for the gathers."""
     stream, _, memory = left
+    streams = [stream.stream, stream.decoding]
+    if any(x.device.type == "cpu" for x in memory):  # shards on the host or on disk
+        streams.append(copy_streams(stream.device).copies_in)
     for x in memory:
-        _used_on(stream.stream, x)
-        _used_on(stream.decoding, x)
+        for writer in streams:
+            _used_on(writer, x)
 
 
 def _used_on(stream: Any, x: Tensor) -> None:
-    if x.device.type != "cpu":  # where shards may be
+    if x.device.type != "cpu":  # shards may be on the host
         x.record_stream(stream)
 
 
 @dataclass(frozen=True, eq=False)
 class Secondary:
-    """Larger pieces of a stage's parameters, which forward keeps for backward (ZeRO++, Wang et al. 2023, section 3.2).
+    """Larger shards of a stage's parameters, which forward keeps for backward (ZeRO++, Wang et al. 2023, section 3.2).
 
     Attributes:
-        plan: how they are gathered.
-        shards: the pieces.
+        plan: the plan by which backward gathers them.
+        shards: this rank's larger shard of each buffer.
     """
 
     plan: GatherPlan
@@ -110,14 +113,14 @@ class Secondary:
 
 
 class Gathered:
-    """A stage's whole parameters, under way until `wait`.
+    """A stage's full parameters, in flight until `wait`.
 
     Attributes:
-        buffer: where they are.
-        bytes: those of the buffer that they take, `[plan.nbytes]`.
-        shards: the pieces from which it is gathered.
-        of: the shards by which it is known, kept alive so that no other tensors are taken for them.
-        version: of the buffer, once it is there.
+        buffer: the buffer that they fill.
+        bytes: its bytes in use, `[plan.nbytes]`.
+        shards: the shards from which they are gathered.
+        of: the shards of which the ids are in its key; kept alive, so that no new tensor gets one of these ids.
+        version: version counter of the buffer when they arrived.
     """
 
     def __init__(
@@ -132,6 +135,7 @@ class Gathered:
         self.version: int | None = None
         self.stream = by.stream
         self.made_on = None if by.stream is None else by.stream.now()
+        self.arrival: Arrival | None = None
         self.buffer = by.pool.empty(plan.nbytes, shards[0], keeps)
         self.bytes = self.buffer.part(0, plan.nbytes, torch.uint8)
         self.buffer.under_way = True
@@ -161,7 +165,7 @@ class Gathered:
                 self._start_one(gather, piece, by)
         self.works += by.disk.copies()
         if by.stream is not None and any(gather.moves and gather.layout.size == 1 for gather in self.plan.each):
-            self.works.append(Copied(by.stream))  # what goes to no other rank has no work of its own
+            self.works.append(Copied(by.stream))  # a copy on one rank is no collective, and returns no work
 
     def _start_one(self, gather: Gather, values: Tensor, by: Gathering) -> None:
         layout, wire = gather.layout, gather.wire
@@ -210,6 +214,10 @@ class Gathered:
             _used_on(current, self.bytes)
             if works:  # the stream to which this memory returns has not waited for them
                 free((self.stream, works, (self.bytes, *self.shards)))
+        if self.stream is not None:
+            if self.arrival is None:
+                self.arrival = Arrival(self.stream)
+            self.arrival.wait(self.bytes)
         if self.version is None and not self.bytes.is_inference():
             self.version = self.bytes._version
         return self.bytes
@@ -227,28 +235,28 @@ class Gathered:
         return self.buffer.part(*gather.piece(index), gather.dtype if gather.wire is None else torch.uint8).clone()
 
     def storages(self) -> list[int]:
-        """The memory that it lies in."""
+        """The storage that the parameters are in."""
         return [storage_of(self.bytes)]
 
     def offset_of(self, x: Tensor) -> int | None:
-        """Where a tensor begins, in bytes; None if it does not lie in here."""
+        """The byte offset of a tensor in the gathered bytes; None if it is in a different storage."""
         return offset_in(self.bytes, x)
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
-        """The parameters as numbers of a dtype, once they are there."""
+        """The gathered bytes viewed as a dtype; waits for the gather."""
         self.wait()
         return self.buffer.part(0, self.plan.nbytes // dtype.itemsize * dtype.itemsize, dtype).detach()
 
 
 def offset_in(memory: Tensor, x: Tensor) -> int | None:
-    """Where a tensor begins in the memory of another, in bytes from that one's beginning; None if it lies elsewhere."""
+    """The byte offset of `x` from the first element of `memory`; None if it is in a different storage."""
     if storage_of(x) != storage_of(memory):
         return None
     return int(x.storage_offset() * x.dtype.itemsize - memory.storage_offset() * memory.dtype.itemsize)
 
 
 class _CheckedGather:
-    """A gather that, when it arrives, checks whether ranks gathered the same stage, and decodes it."""
+    """A gather in flight; its `wait` checks that ranks gathered the same stage, and decodes a quantized one."""
 
     __slots__ = ("again", "buffer", "checks", "gather", "group", "work")
 
@@ -295,7 +303,7 @@ def _purpose(gather: Gather, again: bool) -> Purpose:
 
 
 def _wrong(gather: Gather, tail: Tensor) -> str | None:
-    """What is wrong with the tag that came with the last rank's piece."""
+    """The message for a tag from the last rank that differs from this rank's; None if they are equal."""
     if torch.equal(tail, gather.tag):
         return None
     own_stage, last_stage = (bytes(x[8:].tolist()).decode(errors="replace").strip() for x in (gather.tag, tail))

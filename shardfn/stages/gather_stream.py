@@ -1,7 +1,8 @@
-"""The stream of an accelerator on which gathers start, next to the one that computes.
+"""The accelerator stream on which gathers start, separate from the compute stream.
 
-A gather waits for what the computing stream had been given when it was issued: then its shards are there, and its
-buffer is free. What that stream is given afterwards, such as the stage before its own, runs at the same time.
+A gather waits for all work that the compute stream had been given when the gather was issued: then its shards are
+written, and its buffer is free. Work that the compute stream is given afterwards, such as the stage before the gather's
+own, overlaps with the gather.
 """
 
 from __future__ import annotations
@@ -11,25 +12,26 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardfn.collectives.into_buffers import Handle
 from shardfn.compat import devices
 
 
 class GatherStream:
-    """A stream on which the gathers of one schedule start, and another on which what arrives encoded is decoded.
+    """Two streams of one schedule: gathers start on one, and quantized parameters are decoded on the other.
 
-    On one alone, the next gather would start only when this one has been decoded.
+    On a single stream, the next gather would start only when this one has been decoded.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.module = device, torch.get_device_module(device)
-        # Before what computes, so that a small copy does not wait for the blocks of a large product.
+        # High priority: otherwise a small copy would wait for the thread blocks of a large matrix product.
         self.stream, self.decoding = (self.module.Stream(device=device, priority=-1) for _ in range(2))
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
-        """A context for the start of a gather, which waits for all that the current stream has been given."""
+        """A context in which a gather starts; its stream first waits for the work given to the current stream."""
         if devices.capturing(self.device):  # a graph cannot wait for events from outside of it
             yield
             return
@@ -42,14 +44,14 @@ class GatherStream:
         return self.module.current_stream(self.device)
 
     def decoded(self, work: Handle) -> Copied:
-        """Waits for a work that decodes what arrives, on the stream for that; returns a handle of both."""
+        """Enqueues a work's wait and its decoding on the decoding stream; returns a handle of that point."""
         with self.module.stream(self.decoding):
             work.wait()
             return Copied(self)
 
 
 class Copied:
-    """What the current stream has been given; waiting for them holds up the accelerator's stream, not the host."""
+    """A handle of the work that the current stream has been given; `wait` blocks a stream, not the host."""
 
     __slots__ = ("_on", "event")
 
@@ -57,5 +59,22 @@ class Copied:
         self._on, self.event = stream, stream.module.current_stream(stream.device).record_event()
 
     def wait(self) -> None:
-        """Makes the current stream run what is enqueued from now on after it."""
+        """Makes the current stream wait for that work."""
         self._on.module.current_stream(self._on.device).wait_event(self.event)
+
+
+class Arrival:
+    """The point at which the current stream has gathered or decoded parameters, for other streams that read them."""
+
+    __slots__ = ("_on", "event", "made_on")
+
+    def __init__(self, stream: GatherStream) -> None:
+        self._on, self.made_on = stream, stream.now()
+        self.event = self.made_on.record_event()
+
+    def wait(self, memory: Tensor) -> None:
+        """Makes the current stream, if it is a different one, wait for that point before it reads the memory."""
+        current = self._on.now()
+        if current != self.made_on:
+            current.wait_event(self.event)
+            memory.record_stream(current)

@@ -1,8 +1,9 @@
-"""Reduces gradients from a stage's parameters to the shards.
+"""Reduces gradients of a stage's parameters to gradients of its shards.
 
-A gradient is reduce-scattered over the ranks that cut the parameters, and each piece is then summed over the replicas.
-Both run while the next stage computes. A gradient in flight must not be read, so only a `Step`, which collects
-gradients outside of autograd and ends when all have arrived, leaves them in flight; other callers wait at once.
+A gradient takes up to three hops: a reduce-scatter over the shard axes, a second one over those replica axes that shard
+the optimizer state, and an all-reduce over the other replica axes. They overlap with the next stage's backward. A
+gradient in flight must not be read. So only a `Step`, which collects gradients outside of autograd and waits for all of
+them at its end, leaves them in flight; other callers wait at once.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -42,20 +43,20 @@ _Memory = Callable[[int, torch.dtype], Tensor]
 
 
 class PendingReduction:
-    """One gradient in flight: the hop under way, and the hops that follow.
+    """One gradient in flight: its current hop, and the hops that follow.
 
     Attributes:
-        out: what the hop under way sums; for the first hop, what it fills.
-        hops: the hops that start after the one under way.
-        levels: the scatter under way and those that follow, if several stand for the first.
-        source: what the first hop reads, until it has landed: gradients, or buffers with copies of them.
-        sends: whether that hop is under way.
-        failed: whether a wait for it failed, so that the source may still be read.
-        left: on an accelerator, the event after which no hop reads that, if later hops were started ahead.
-        held: what these hops read.
-        landed: on an accelerator, the event after which all of it has been decoded, if it was sent encoded.
-        ends: whether the end of the buffer is in `out`.
-        marks: dtype of the marks there, for the hop under way; None if they are not checked.
+        out: the tensor that the current hop sums; for the first hop, the one that it fills.
+        hops: the hops that start after the current one.
+        levels: the current scatter and those that follow, if scatters along single axes replace the first hop.
+        source: the tensors that the first hop reads, until it has ended: gradients, or buffers with copies of them.
+        sends: whether the first hop is in flight.
+        failed: whether a wait failed, so that the hop may still read the source.
+        left: on an accelerator, the event after which no hop reads the source, if later hops were started ahead.
+        held: the tensors that those later hops read.
+        landed: on an accelerator, the event after which a quantized gradient is decoded.
+        ends: whether `out` contains the end of the full buffer, with its marks.
+        marks: dtype of the marks there, for the current hop; None if they are not checked.
     """
 
     under_way: Handle | None = None
@@ -84,13 +85,13 @@ class PendingReduction:
     def scattering(
         self, handle: Handle, shard: Communicator, marks: torch.dtype, source: Sequence[Any]
     ) -> PendingReduction:
-        """Notes that the first hop is under way, from a source with marks of this dtype at its end."""
+        """Sets the first hop, which is in flight, and its source; `marks` is the dtype of the marks at its end."""
         self.under_way, self.along, self.sends, self.source = handle, ("reduce_scatter", shard), True, source
         self.into, self.marks = self.out, marks if shard.checks and self.reduction.format is None else None
         return self
 
     def begin(self, into: Tensor | None = None) -> PendingReduction:
-        """Starts the next hop, if there is one; a scatter fills `into`, or new memory."""
+        """Starts the next hop, if there is one; a reduce-scatter fills `into`, or new memory."""
         if not self.hops:
             return self
         op, comm = self.along = self.hops.pop(0)
@@ -110,16 +111,16 @@ class PendingReduction:
         return self
 
     def ahead(self, side: Any) -> None:
-        """Starts all hops that follow, on a side stream of an accelerator, which waits in this one's place.
+        """Starts all following hops on an accelerator's side stream, which waits for each in place of this stream.
 
-        What was sent encoded is also decoded there, to the last.
-        What a hop reads is held until this stream, too, has waited: its memory is this stream's, and the collective
-        holds it only until the first wait.
+        Quantized gradients are also decoded there. `held` keeps the tensors that a hop reads until the current stream
+        has waited, too: their memory belongs to the current stream, and the collective holds it only until the first
+        wait.
         """
         module = torch.get_device_module(side.device)
         encoded = self.reduction.format is not None
         while self.hops or (encoded and self.under_way is not None):
-            # Memory is allocated on the current stream, and used there before: the side stream waits for that.
+            # `into` is allocated on the current stream, whose earlier work may still use that memory.
             op, comm = self.hops[0] if self.hops else ("", None)
             into = self.out.new_empty(len(self.out) // comm.axis.size) if comm and op == "reduce_scatter" else None
             side.wait_stream(module.current_stream(side.device))
@@ -132,8 +133,9 @@ class PendingReduction:
         self.landed = side.record_event() if encoded and self.left is not None else None  # else `side` did nothing
 
     def advance(self) -> None:
-        """Waits until it reads none of its source and its last hop is under way."""
+        """Waits until no hop reads the source, and the last hop is in flight."""
         if self.left is not None:
+            # The source's memory returns to this stream, which so has to wait for the hop that reads it on the side.
             torch.get_device_module(self.out.device).current_stream(self.out.device).wait_event(self.left)
             self.left = None
         if self.under_way is not None and (self.sends or self.hops):
@@ -143,7 +145,7 @@ class PendingReduction:
             self._let_go()
 
     def _let_go(self) -> None:
-        """Ends the use of its source, whose memory goes back to the stream on which it was allocated."""
+        """Releases the source, whose memory returns to the stream on which it was allocated."""
         if self.failed:
             return
         if self.made_on is not None and (current := _stream(self.out)) != self.made_on:
@@ -154,13 +156,13 @@ class PendingReduction:
         self.source = ()
 
     def used_on(self, stream: Any) -> None:
-        """Lets the allocator know that this stream uses its memory."""
+        """Tells the allocator that this stream uses the gradient's memory."""
         for x in (*self.source, *self.held, self.out, self.into):
             if x is not None:
                 (x.all if type(x) is Buffer else x).record_stream(stream)
 
     def wait(self) -> Tensor:
-        """Waits for the gradient."""
+        """Waits for all hops; returns the reduced gradient, or adds it to the step's sum."""
         while self.under_way is not None:
             self._land()
             self.begin()
@@ -175,7 +177,7 @@ class PendingReduction:
         return out
 
     def _land(self) -> None:
-        """Waits for the hop under way, and checks its marks."""
+        """Waits for the current hop, and checks its marks."""
         assert self.under_way is not None, "something is under way"
         assert self.along is not None, "it goes along an axis"
         (op, comm), handle, stage = self.along, self.under_way, self.reduction.layout.stage
@@ -197,7 +199,7 @@ class PendingReduction:
 
 
 def _hop(reduction: Reduction, comm: Communicator, flat: Tensor, into: Tensor | None, memory: _Memory) -> Handle:
-    """Starts to sum a gradient over ranks, to this rank's piece `into`; with None, all of it in its own place."""
+    """Starts to sum a gradient over ranks: a reduce-scatter into `into`, or with None an all-reduce in place."""
     if (format := reduction.format) is None:
         if into is None:
             return all_reduce(flat, comm)
@@ -209,15 +211,16 @@ def _hop(reduction: Reduction, comm: Communicator, flat: Tensor, into: Tensor | 
 
 
 def _stream(x: Tensor) -> Any:
-    """The stream of an accelerator that computes."""
+    """The current stream of a tensor's accelerator."""
     return torch.get_device_module(x.device).current_stream(x.device)
 
 
 @devices.cached
 def _marks(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The marks at the end of the last piece, where no parameter is: 1, then digits that identify the stage.
+    """The marks in the padding at the end of the full buffer: 1, then digits that identify the stage.
 
-    Their sum over ranks is a multiple of them, by its first number, unless ranks sum different stages.
+    If all ranks sum the same stage, the sum of the marks is the marks times its first number, the number of
+    ranks. If they sum different stages it is not: `_compare` checks this, without a further collective.
     """
     n = ALIGNMENT // layout.dtype.itemsize
     digest = hashlib.blake2b(repr((layout.stage, layout.entries, layout.padded)).encode(), digest_size=n).digest()
@@ -251,7 +254,7 @@ def _compare(end: Tensor, marks: Tensor, stage: str) -> None:
 
 
 def _copy(views: list[Tensor], gradients: list[Tensor]) -> None:
-    """Copies tensors, with one call for those of one dtype and order in memory: only for such CUDA has one kernel."""
+    """Copies tensors, in one call for each dtype and memory order: CUDA fuses only copies of the same kind."""
     if views and views[0].device.type == "cpu":
         torch._foreach_copy_(views, gradients)  # copies them one by one
         return
@@ -265,7 +268,7 @@ def _copy(views: list[Tensor], gradients: list[Tensor]) -> None:
 
 
 def _spread(layout: Layout, dtype: torch.dtype, memory: Tensor) -> list[Tensor]:
-    """Views of each parameter's place in a buffer, of the gaps between, and of the place of the marks."""
+    """Views of a buffer: each parameter's place, the gaps between them, and the place of the marks."""
     flat = memory[: layout.padded * dtype.itemsize].view(dtype)  # of bytes, or already of this dtype
     marks = layout.padded - ALIGNMENT // layout.dtype.itemsize
     gaps = [flat[start : min(start + length, marks)] for start, length in layout.gaps]
@@ -276,12 +279,12 @@ class Reductions:
     """The gradients in flight on one mesh.
 
     Attributes:
-        in_flight: those that nobody has waited for.
+        in_flight: the gradients that nobody has waited for.
         for_elsewhere: those among them that will be kept on the host or on disk.
-        moving: those that have further hops, or read what they were sent from.
-        turns: number of stages whose reduction has started since all had arrived.
-        pools: the memory from which they are sent, unless that is the gradients themselves; in turn, so that a stage
-            finds the memory free that the one before the last has used, of whichever size.
+        moving: those that have further hops, or whose source is still read.
+        turns: number of stages whose reduction has started since the last `trim`.
+        pools: memory for copies of gradients that are sent. Stages use the pools in turn, so that a stage reuses the
+            memory of the second stage before it, of whichever size.
         grad_offload: moves gradients that are kept on the host or on disk.
     """
 
@@ -298,7 +301,7 @@ class Reductions:
     UNDER_WAY = 2  # stages whose gradients are sent at once, so as to bound their memory
 
     def turn(self) -> None:
-        """Begins the reduction of a stage's gradients: those before the last stage's go on to their next hop."""
+        """Begins a stage's reductions; advances those of stages before the last one to their next hop."""
         self.turns += 1
         for pending in [other for other in self.moving if other.turn <= self.turns - self.UNDER_WAY]:
             pending.advance()
@@ -318,7 +321,7 @@ class Reductions:
         return self._send(reduction, *self._flat(reduction, gradients), total, defer != "nothing")
 
     def _add_whole(self, reduction: Reduction, gradients: Sequence[Tensor | None], total: GradientSum) -> None:
-        """Adds whole gradients up on this rank, until the step reduces their sum."""
+        """Adds unsharded gradients on this rank, until the step reduces their sum."""
         layout, dtype = reduction.layout, wider(reduction.dtypes.sum, total.accumulator)
         if total.whole is None:
             total.whole = torch.zeros(layout.padded, dtype=dtype, device=self.device)
@@ -327,7 +330,7 @@ class Reductions:
             torch._foreach_add_([view for view, _ in pairs], [g for _, g in pairs])
 
     def _memory(self, nbytes: int, template: Any) -> Buffer:
-        """Memory that a collective will read or fill; it belongs to who refers to it until that has arrived."""
+        """Memory that a collective will read or fill; `under_way` keeps the pool from reusing it until then."""
         buffer = self.pools[self.turns % self.UNDER_WAY].empty(nbytes, template, keeps=False)
         buffer.under_way = True
         return buffer
@@ -336,7 +339,7 @@ class Reductions:
         """The gradients in one buffer, at the positions of their parameters."""
         layout, dtype = reduction.layout, reduction.dtypes.sum
         buffers: list[Buffer] = []
-        if reduction.route.shard is None:  # this rank's whole gradient is the piece itself
+        if reduction.route.shard is None:  # one rank: the full gradient is the shard's
             flat = torch.empty(layout.padded, dtype=dtype, device=self.device)
             places = _spread(layout, dtype, flat)
         else:
@@ -382,9 +385,9 @@ class Reductions:
             first = reduction.route.levels[0]
             flat, shard = first.ordered(flat), first.along
             out = torch.empty(len(flat) // shard.axis.size, dtype=dtype, device=self.device)
-            # Not on the stream that encodes: it goes back to this one.
+            # Allocated here, not on the encoding stream: its memory must return to this stream.
             scratch = memory(compressed.scratch_bytes(len(flat), shard, reduction.format), torch.uint8)
-            with attributed_to(layout.stage, backward=True), self._encoding():
+            with attributed_to(layout.stage, backward=True), self._encoding(flat, out, scratch):
                 handle = _hop(reduction, shard, flat, out, lambda n, dtype: scratch)
         pending = PendingReduction(reduction, out, total, deferred)
         return self._sent(pending.scattering(handle, shard, marked, [*source, flat]))
@@ -392,7 +395,7 @@ class Reductions:
     def _send_pieces(
         self, reduction: Reduction, gradients: Sequence[Tensor | None], total: GradientSum | None, deferred: bool
     ) -> PendingReduction:
-        """Sends other ranks' pieces from the gradients themselves, and adds the pieces received to this rank's own."""
+        """Sends slices of the gradients to the other ranks without copying them, and adds the received ones."""
         layout, shard, dtype = reduction.layout, reduction.route.shard, reduction.dtypes.sum
         assert shard is not None, "pieces are for other ranks"
         flats = [
@@ -409,7 +412,7 @@ class Reductions:
         out = torch.empty(layout.piece, dtype=dtype, device=self.device)
         for offset, length in layout.holes[index]:
             out[offset : offset + length].zero_()
-        # The first piece received goes where the sum will be, so it needs no memory of its own.
+        # The first received piece arrives in the output, and needs no scratch memory.
         numel = layout.piece * (size - 2)
         source = [self._memory(numel * dtype.itemsize, out)] if numel else []
         received = source[0].part(0, numel * dtype.itemsize, dtype) if numel else out[:0]
@@ -426,17 +429,29 @@ class Reductions:
         handle = scatter_pieces(parts, expected, add, layout.padded, dtype, shard, reduction.purpose.number)
         return self._sent(PendingReduction(reduction, out, total, deferred).scattering(handle, shard, dtype, source))
 
-    def _encoding(self) -> Any:
-        """A context in which gradients are encoded and sent: on an accelerator, beside what is computed meanwhile."""
+    @contextlib.contextmanager
+    def _encoding(self, *memory: Tensor) -> Iterator[None]:
+        """A context in which gradients are quantized and sent; on an accelerator, on a separate stream.
+
+        If that fails, the memory is reused only after the stream has passed what it has been given.
+        """
         if self.device.type == "cpu":
-            return contextlib.nullcontext()
+            yield
+            return
         module = torch.get_device_module(self.device)
         self._sending = self._sending or module.Stream(device=self.device)
+        # The gradients were written on the current stream.
         self._sending.wait_stream(module.current_stream(self.device))
-        return module.stream(self._sending)
+        with module.stream(self._sending):
+            try:
+                yield
+            except BaseException:
+                for x in memory:
+                    x.record_stream(self._sending)
+                raise
 
     def _sent(self, pending: PendingReduction) -> PendingReduction:
-        """Keeps track of a reduction that starts, or has started."""
+        """Registers a reduction; starts its first hop if needed, and on accelerators the following ones."""
         pending.turn = self.turns
         self.in_flight.append(pending)
         has_streams = self.device.type != "cpu"
@@ -472,13 +487,13 @@ class Reductions:
             pending.advance()
         for pending in in_flight:
             pending.wait()
-        if in_flight:  # else it was drained before, and what this step was given is not known any more
+        if in_flight:  # else a first drain has trimmed already: a second trim would free the pools' memory
             self.trim()
         self.in_flight, self.for_elsewhere, self.moving = [], [], []
         self.grad_offload.settle()
 
     def forget(self) -> None:
-        """Forgets what is under way; memory that is still read or filled is used again only after that."""
+        """Drops all gradients in flight; the allocator reuses their memory only after the streams have passed."""
         side_streams = [stream for stream in (self._side, self._sending) if stream is not None]
         for stream in () if devices.capturing(self.device) else side_streams:
             for pending in self.in_flight:
@@ -487,20 +502,20 @@ class Reductions:
         self.trim()
 
     def trim(self) -> None:
-        """Gives memory back that no gradient was sent from since the last time."""
+        """Frees the pools' memory that was not used since the last `trim`."""
         self.turns = 0
         for pool in self.pools:
             pool.trim()
 
     def added(self, reduction: Reduction, total: Tensor | None, out: Tensor) -> Tensor:
-        """The sum of a gradient so far and `out`, where its placement keeps it."""
+        """The sum of a gradient so far and `out`, on the tier where its placement keeps gradients."""
         tier = reduction.tier
         if tier == "device":
             return out if total is None else total.add_(out)
         return self.grad_offload.add(total, out, tier)
 
     def _let_leave(self) -> None:
-        """Waits for gradients that are kept elsewhere and moves them there, except the last, which are under way."""
+        """Waits for gradients that are kept on the host or disk, except the last two, and moves them there."""
         for pending in self.for_elsewhere[: -self.UNDER_WAY]:
             self.wait(pending)
 

@@ -1,4 +1,7 @@
-"""What autograd saves of a call: of gathered parameters their places, which backward finds in what it gathers again."""
+"""Saved-tensor hooks of a call: they save the offset of a gathered parameter in place of the tensor.
+
+So autograd does not keep the gathered buffer alive, and backward takes the same view of the buffer that it gathers.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class DecodedParameter:
-    """A quantized parameter of a call: how to decode it, and from where; while the function runs, also what it is."""
+    """A quantized parameter that a call has decoded: its format, its bytes and, while the function runs, the result."""
 
     __slots__ = ("form", "source", "x")
 
@@ -26,13 +29,15 @@ class DecodedParameter:
 
 
 class GatheredView:
-    """A tensor that lies in what was gathered; of a class of its own, since users' hooks may return anything.
+    """A view of gathered parameters: the value that hooks save in place of a tensor.
+
+    It has its own class to be told apart from the values of users' hooks, which may be anything.
 
     Attributes:
-        call: whose parameters they are.
-        decoded: the quantized parameter in which it lies; None if it lies in the buffer.
-        offset: its first element, counted from the beginning.
-        noted: of a checked call: its recorder, which knows along which axes a parameter varies, and its number there.
+        call: the call whose parameters it views.
+        decoded: the decoded parameter that it views; None if it views the gathered buffer.
+        offset: index of its first element there.
+        noted: in a checked call, the recorder, which knows along which axes a parameter varies, and the node there.
     """
 
     __slots__ = ("call", "decoded", "dtype", "noted", "offset", "shape", "stride")
@@ -50,12 +55,14 @@ class GatheredView:
         self.noted = None if recorder is None else (recorder, recorder.values.node_of(x))
 
     def found(self) -> Tensor:
-        """The tensor, in what was gathered again."""
+        """The tensor, as a view of the parameters that backward has gathered."""
         call, decoded = self.call, self.decoded
         if decoded is not None:
             full = call.decode_again(decoded).view(-1).view(self.dtype)
         elif (full := call.flat.get(self.dtype)) is None:  # type: ignore[assignment]
             full = call.numbers(self.dtype)
+        elif call.gathered is not None and call.gathered.stream is not None:
+            call.gathered.wait()  # this node may run on a different stream than the one that has waited
         x = full.as_strided(self.shape, self.stride, self.offset)
         if self.noted is not None and self.noted[0] is recording.current():
             self.noted[0].values.keep(x, self.noted[1])
@@ -68,14 +75,14 @@ def owns(call: Call, x: Tensor) -> bool:
 
 
 def hooks(call: Call, leave: Any) -> Any:
-    """A context for what autograd saves of a call.
+    """A context with the saved-tensor hooks of a call.
 
-    Of parameters it saves places; of what leaves the device, views; of other tensors what the hooks around say, or else
-    the tensor and its version, at which autograd does not look any more.
+    Parameters are saved as `GatheredView`, offloaded activations as `View`, other tensors as the surrounding hooks save
+    them, or else as the tensor and its version: autograd checks no versions where hooks are active.
     """
     around, kind, strided = autograd.saved_tensors_hooks(), Tensor, torch.strided
     recorder = recording.current()
-    low = high = 0  # as long as the buffer lives, an address in there means one of its parameters
+    low = high = 0  # a test of addresses is faster than `call.place`; valid as long as the buffer is alive
     may_gather = call.gathered is not None and call.again is not False
     if may_gather and type(bytes_ := call.gathered.bytes) is Tensor and not call.signature.packed:  # type: ignore[union-attr]
         low = bytes_.data_ptr()

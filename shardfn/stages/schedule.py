@@ -1,6 +1,8 @@
-"""When stages communicate: gathers start ahead of need, and reductions fly until the step ends.
+"""The schedule of a mesh: starts gathers ahead of need, and leaves reductions in flight until the step ends.
 
-All that decides about a message depends on layouts and on the order of calls alone, so it is the same on all ranks.
+Every decision about a collective depends on layouts and on the order of calls alone. So all ranks issue the same
+collectives in the same order without asking each other. There is one exception: after the first call of a stage, ranks
+agree on whether its backward gathers again.
 """
 
 from __future__ import annotations
@@ -52,10 +54,10 @@ class Schedule(Prefetch):
 
     Attributes:
         open: calls whose exit has run in backward, and whose entry has not.
-        unwritten: kinds of calls whose functions left their parameters as they were.
+        unwritten: kinds of calls whose functions were found to leave their parameters unchanged.
         agreed: by kind of call, whether backward of such a call gathers again; the same on all ranks.
-        tapes: of the step, before the one of the calls that are made now.
-        passes: backward passes that have opened calls.
+        tapes: the step's earlier tapes; calls are now added to `tape`.
+        passes: numbers of the backward passes that have opened calls.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -80,7 +82,7 @@ class Schedule(Prefetch):
         tensor_indices: list[int],
         make: Any = Call,
     ) -> Any:
-        """Calls a stage, as a call that `make` makes; `tensor_indices` are those of other tensors than shards."""
+        """Calls a stage; `make` is the class of the call, `tensor_indices` are those of tensors that are no shards."""
         if self.device.type != "cpu" and capturing() is None:
             late_checks().read()
         for layout in signature.layouts if independent_axes() else ():
@@ -92,8 +94,8 @@ class Schedule(Prefetch):
         records = any(trains) or (differentiates and any(leaves[i].requires_grad for i in tensor_indices))
         call: Call = make(self, signature, plan, shards, trains, step)
         call.key = key_of(plan, shards, call.versions)
-        inside = autograd.inside_backward()  # by a function that runs again
-        if self.passes and not inside:  # one failed, and did not come to its end
+        inside = autograd.inside_backward()  # a recomputed function makes this call
+        if self.passes and not inside:  # an earlier pass failed, so its end callback did not run
             for number in [*self.passes]:
                 self._end_pass(number)
         if records and not inside:
@@ -110,13 +112,13 @@ class Schedule(Prefetch):
             return call.run(leaves, tensor_indices, records)
 
     def meet(self, signature: Signature, plan: GatherPlan) -> None:
-        """Compares a stage with the other ranks', before its first call."""
+        """Compares a stage with the stages of other ranks, before its first call."""
         if (plan, signature.summed) not in self.lane_state.met:
             with modes.policies_unseen():
                 compare(self.mesh, signature, plan, self.lane_state)
 
     def surroundings(self, generators: Sequence[torch.Generator], policy: bool) -> RngAndAutocast:
-        """What a function may depend on besides its arguments, for running it again, perhaps under a policy."""
+        """The random state and autocast under which a function runs, to be restored for its recomputation."""
         return RngAndAutocast(self.device, generators, again=True)
 
     def in_backward(self, call: Call) -> Any:
@@ -137,12 +139,13 @@ class Schedule(Prefetch):
             return False
         remat = call.signature.options.remat
         if not any(call.trains) or not (remat is False or call._offloads()):
-            return True  # of a frozen stage ranks may differ in whether there is a backward; what runs again reads all
+            # Whether a frozen stage has a backward may differ between ranks; recomputation reads all parameters.
+            return True
         return self.agreed.get(self.kind_of(call))
 
     @staticmethod
     def kind_of(call: Call) -> Any:
-        """What calls have in common, also if their stage is made anew at every step."""
+        """A key for calls of the same code on the same plan, even if each step makes a new stage."""
         return call.signature.code, call.plan, tuple(call.trains)
 
     def ran(self, call: Call) -> None:
@@ -150,7 +153,7 @@ class Schedule(Prefetch):
         if call.again is not None:
             return
         kind, signature = self.kind_of(call), call.signature
-        if planned():  # no other rank says anything
+        if planned():  # there are no other ranks to agree with
             self.agreed[kind] = call.saved or not signature.computes
             call.again = call.saved and not call.keeps
             return
@@ -165,14 +168,14 @@ class Schedule(Prefetch):
 
     def empty(self) -> None:
         """Forgets what was gathered, before and after a graph."""
-        if self.lane == lane() and self.world is world_of_thread():  # other threads may be in the midst of a call
+        if self.lane == lane() and self.world is world_of_thread():  # other threads may be inside a call
             self._drop_buffers()
             free_left()
 
     # --- gathers ---
 
     def gather(self, call: Call) -> Gathered | None:
-        """What a call's function computes with; None if its shards are the parameters."""
+        """The gathered parameters of a call; None if its shards are the full parameters."""
         if not call.plan.nbytes:
             call.owned = [autograd.storage_of(x) for x in call.shards]
             return None
@@ -189,7 +192,7 @@ class Schedule(Prefetch):
     # --- backward ---
 
     def begin_backward(self, call: Call) -> None:
-        """A call's exit in backward: gathers again, after its part in later calls that its own loss does not use."""
+        """Starts a call's backward: gathers again, after joining that of later calls that this rank's loss ignores."""
         step, tape, outer = call.step, call.tape, call.outer
         if step is not None and tape is not None and step.collects():
             if outer is not None and outer.tape is not None:
@@ -199,8 +202,9 @@ class Schedule(Prefetch):
         self._begin(call)
 
     def end_others(self, call: Call) -> None:
-        """Ends the backward of calls that this one comes after, as of those without an entry there; outside of any
-        context, as that ends theirs.
+        """Ends the backward of calls that precede this one in the pass, such as those whose entry gets no gradient.
+
+        Call it outside of any context of this call: it leaves the attribution contexts of those calls.
         """
         around, outer, current_pass = set(), call.outer, autograd.backward_pass()
         while outer is not None:
@@ -213,7 +217,7 @@ class Schedule(Prefetch):
         if call.tape is not None:
             call.tape.closed = True
         current_pass = autograd.backward_pass()
-        if current_pass != -1 and current_pass not in self.passes:  # what a pass has opened ends with it
+        if current_pass != -1 and current_pass not in self.passes:  # calls that a pass has opened end with it
             self.passes.add(current_pass)
             autograd.at_end_of_pass(functools.partial(self._end_pass, current_pass))
         call.opened_in = current_pass
@@ -225,8 +229,9 @@ class Schedule(Prefetch):
 
     def _end_pass(self, number: int) -> None:
         self.passes.discard(number)
-        for call in [call for call in self.open if call.opened_in == number]:
-            self.release(call)
+        with in_lane(self.lane):
+            for call in [call for call in self.open if call.opened_in == number]:
+                self.release(call)
         if self.tape.step is None and not self.passes:
             self.tape.end()
             self.tape = CallTape(None)
@@ -260,7 +265,7 @@ class Schedule(Prefetch):
         step = call.step
         collects = unused or (step is not None and step.collects())
         pendings: list[Any] = [None] * len(call.shards)
-        if any(call.trains):  # which is the same on all ranks, as the order of further hops depends on it
+        if any(call.trains):  # which is the same on all ranks, as the order of later hops depends on it
             self.reductions.turn()
         recorder = recording.current()
         for k, (gather, shard) in enumerate(zip(call.plan.each, call.shards, strict=True)):
@@ -273,7 +278,7 @@ class Schedule(Prefetch):
             total = None
             if step is not None and variable is not None:
                 total = step.sum_of(variable, reduction, self.reductions)
-                if self not in step.schedules:  # of a step in a hook, whose calls are on no tape of its own
+                if self not in step.schedules:  # of a step in a hook, which has no tape with these calls
                     step.meet(self)
             defer = step.defer if step and total else "nothing"
             pending = self.reductions.start(reduction, gradients[k], total, defer)
@@ -287,7 +292,7 @@ class Schedule(Prefetch):
         return arrived
 
     def reduction_of(self, signature: Signature, gather: Gather, dtype: torch.dtype, divides: bool) -> Reduction:
-        """How a buffer's gradient is reduced; with `divides`, to the layout of the shard's optimizer state."""
+        """The reduction of a buffer's gradient; with `divides`, to the layout of the shard's optimizer state."""
         dtypes = Dtypes(gather.dtype, signature.options.sum_dtype(dtype), dtype)
         format = (signature.options.reduce or gather.layout.placement.reduce) if dtype.is_floating_point else None
         key = gather, dtypes, divides, format
@@ -298,7 +303,7 @@ class Schedule(Prefetch):
     # --- the step ---
 
     def _tape(self, step: Step | None, call: Call) -> CallTape:
-        """The tape of a new call: a new one after a backward, for another step, or for other parameters."""
+        """The tape of a new call: a new one after a backward, for a different step, or for different parameters."""
         tape = self.tape
         changed = tape.keys.get(call.plan, call.key) != call.key
         if tape.closed or tape.step is not step or len(tape.runs) >= LONGEST or (step is None and changed):
@@ -318,12 +323,12 @@ class Schedule(Prefetch):
         """
         front = len(tape.runs) if tape.front is None else tape.front
         for call in reversed(tape.runs[stop:front]):
-            if call.outer is None or call.outer.tape is None:  # else with that one
+            if call.outer is None or call.outer.tape is None:  # else `catch_up_inside` of the outer call does
                 self._without_gradient(call)
         tape.front = min(front, stop)
 
     def catch_up_inside(self, outer: Call, after: Call | None = None) -> None:
-        """The same for calls in the function of another one, `after` one of these."""
+        """As `catch_up`, for the calls inside the function of `outer`: those after the call `after`, or all of them."""
         step = outer.step if outer.nests else None
         if step is None or not step.collects():
             return
@@ -334,9 +339,9 @@ class Schedule(Prefetch):
             schedule._without_gradient(call)
 
     def _without_gradient(self, call: Call) -> None:
-        """A call's part in backward, on a rank whose loss does not use it."""
+        """Joins the backward of a call with a zero gradient, on a rank whose loss does not use the call."""
         if call.done or (any(call.trains) and not any(x is not None for x in call.collected)):
-            return  # its gradient goes through autograd, which has no use for one from here
+            return  # autograd collects its gradient, so none can be added here
         self.end_others(call)
         with attributed_to(call.signature.stage, backward=True):
             self._begin(call)
@@ -356,8 +361,8 @@ class Schedule(Prefetch):
     def end(self, failed: bool = False) -> None:
         """Ends a step: nothing that it gathered is used again.
 
-        One that failed waits for nothing, since other ranks may be gone. What is under way on a CPU is waited for by
-        whatever comes next on the same group.
+        A step that failed waits for nothing, since other ranks may be gone. On a CPU, the next collective on the same
+        group waits for the messages that are still in flight.
         """
         try:
             if failed:
@@ -383,17 +388,18 @@ _schedules: weakref.WeakSet[Schedule] = weakref.WeakSet()
 
 
 def forget_gathered(device: torch.device) -> None:
-    """Forgets what was gathered: it is not used in a graph, or what a graph has gathered outside of it."""
+    """Forgets gathered parameters: a graph uses none from outside of it, and later calls use none of the graph's."""
     for schedule in list(_schedules):
         if schedule.device == device:
             schedule.empty()
 
 
 def schedule_of(mesh: DeviceMesh) -> Schedule:
-    """The schedule of a mesh for this lane, whose threads take turns; on one rank alone each thread has its own."""
+    """The schedule of a mesh for this lane, whose threads take turns; on one rank, each thread has its own."""
     schedules: dict[int, Schedule] = per_mesh(mesh, ("schedule", lane()), dict)
     thread = 0 if mesh.size() > 1 else get_ident()
-    if thread and autograd.autograd_thread():  # on which functions run again, for one of the others
+    # A recomputed function may call stages on an autograd thread; their schedule is that of the thread it works for.
+    if thread and autograd.autograd_thread():
         owners = schedules.keys() & {other.ident for other in threading.enumerate()}
         thread = owners.pop() if len(owners) == 1 else thread
     schedule = schedules.get(thread)

@@ -333,14 +333,14 @@ class CopyStreams:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.module = device, torch.get_device_module(device)
-        self._in, self._out = self.module.Stream(device=device), self.module.Stream(device=device)
+        self.copies_in, self._out = self.module.Stream(device=device), self.module.Stream(device=device)
 
     def bring(self, columns: Sequence[Tensor]) -> list[Tensor]:
         """Copies tensors from pinned memory to the accelerator; those already there are returned unchanged."""
         current = self.module.current_stream(self.device)
-        with self.module.stream(self._in):
+        with self.module.stream(self.copies_in):
             on_device = [x if x.device == self.device else x.to(self.device, non_blocking=True) for x in columns]
-        current.wait_stream(self._in)
+        current.wait_stream(self.copies_in)
         for x, original in zip(on_device, columns, strict=True):
             if x is not original:
                 x.record_stream(current)  # the allocator must not reuse its memory while `current` reads it
@@ -349,17 +349,17 @@ class CopyStreams:
     @contextlib.contextmanager
     def bringing(self) -> Iterator[PendingCopies]:
         """Runs the block's copies into memory of this device on the copy stream, after what is enqueued by now."""
-        self._in.wait_stream(self.module.current_stream(self.device))
-        with self.module.stream(self._in):
+        self.copies_in.wait_stream(self.module.current_stream(self.device))
+        with self.module.stream(self.copies_in):
             arrival = PendingCopies(self)
             try:
                 yield arrival
             finally:
-                arrival.event = self._in.record_event()
+                arrival.event = self.copies_in.record_event()
 
     def settle(self) -> None:
         """Waits until the copies in have read their sources, so that the host can overwrite these."""
-        self._in.synchronize()
+        self.copies_in.synchronize()
 
     def take_out(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
         """Copies `(into, source)` pairs to pinned memory once the sources are computed; returns an event at the end."""

@@ -1,6 +1,4 @@
-"""The gradient of a sum over micro-batches, with one of them in memory at a time and communication deferred to the
-last.
-"""
+"""Gradient accumulation: one micro-batch in memory at a time, with communication deferred to the last."""
 
 from __future__ import annotations
 
@@ -60,16 +58,16 @@ def accumulate(
     defer: Defer = "replicas",
     accumulator_dtype: torch.dtype = torch.float32,
 ) -> Accumulation:
-    """A function of parameters that returns a loss over micro-batches and its gradient, one of them at a time.
+    """A function of parameters that returns the loss and gradient over micro-batches, one at a time.
 
     If `f` returns a pair `(total, count)`, such as a sum over tokens and their number, the loss is the sum of the
-    totals over the sum of the counts, divided once, at the end. That is the loss of the whole batch, however its rows
+    totals over the sum of the counts, divided once, at the end. That is the loss of the full batch, however its rows
     and masked tokens are spread over micro-batches; not with batch norms, which see one micro-batch at a time. If `f`
     returns a scalar, the loss is the sum of these, and nothing is averaged.
 
-    With `micro="auto"` a batch is cut into as few parts as fit into memory. It is tried whole first. When any rank runs
-    out of memory, all ranks abandon the attempt, and begin again with twice as many parts, from the same random
-    numbers. The number that fits is remembered by function and batch size, and logged.
+    With `micro="auto"` a batch is split into as few micro-batches as fit into memory. The first attempt uses one. When
+    any rank runs out of memory, all ranks abort the attempt, and try again with twice as many, from the same random
+    state. The number that fits is remembered by function and batch size, and logged.
 
     Args:
         f: `(params, batch) -> (total, count)` or `-> loss`, or `(params, *batch)` if a micro-batch is a tuple. The
@@ -77,12 +75,12 @@ def accumulate(
             run more than once, so it must change nothing but torch's own random state.
         microbatches: the micro-batches, as many on every rank; with `micro`, one batch: a pytree of tensors with the
             same number of rows in dim 0. Numbers of rows and lengths may differ between ranks.
-        micro: the number of parts into which the batch is cut, on every rank; they differ by one row at most, and the
+        micro: the number of parts into which the batch is split, on every rank; they differ by one row at most, and the
             last ones are empty on a rank with fewer rows. Or `"auto"`.
         has_aux: `f` returns `(loss, aux)` or `((total, count), aux)`; the new function returns `(loss, [aux, ...])` in
             place of the loss.
-        defer: what gradients of flat shards defer to the last micro-batch: `"replicas"`, the sum over replicas;
-            `"everything"`, the reduce-scatter too, which takes a buffer for the whole gradients of all stages;
+        defer: the reductions of flat shards' gradients that wait for the last micro-batch: `"replicas"`, the sum over
+            replicas; `"everything"`, the reduce-scatter too, which takes memory for the full gradients of all stages;
             `"nothing"`.
         accumulator_dtype: the dtype in which gradients of narrower dtypes are summed; the sum is returned in their own.
 
@@ -92,7 +90,7 @@ def accumulate(
 
     Raises:
         TypeError, ValueError: no micro-batches; a module in place of a function; no such `defer`; a batch that cannot
-            be cut in this way, or that ranks would cut differently.
+            be split in this way, or that ranks would split differently.
         torch.OutOfMemoryError: on every rank, if one of them runs out of memory with a single row.
         RuntimeError: `"auto"` under a transform, or where something outside differentiates through it.
 
@@ -110,7 +108,7 @@ def accumulate(
     if not isinstance(accumulator_dtype, torch.dtype) or not accumulator_dtype.is_floating_point:
         raise TypeError(f"accumulate: accumulator_dtype must be a floating dtype, got {accumulator_dtype!r}")
     if defer not in get_args(Defer):
-        raise ValueError(f"accumulate: defer={defer!r}; it is one of {', '.join(map(repr, get_args(Defer)))}")
+        raise ValueError(f"accumulate: defer must be one of {', '.join(map(repr, get_args(Defer)))}, got {defer!r}")
     refuse_module("accumulate", f)
     name = name_of(f)
 
@@ -164,7 +162,7 @@ def _differentiated(params: Any) -> bool:
 
 
 def _called(f: Callable[..., Any]) -> str:
-    """An identifier of a function: the same however often it is made anew, and on every rank."""
+    """An identifier of a function by its code: the same on every rank, and each time the function is made."""
     while isinstance(f, functools.partial):
         f = f.func
     code = getattr(f, "__code__", None)
@@ -199,7 +197,14 @@ def _summed(counts: Sequence[Any], name: str) -> Any:
 
 
 def _divide(count: Any, xs: list[Tensor]) -> None:
-    torch._foreach_div_(xs, count.to(xs[0].device, xs[0].dtype) if isinstance(count, Tensor) else count)
+    """Divides tensors of one dtype in place; in float32 if theirs has 16 bits, in which a count may be infinite."""
+    if not isinstance(count, Tensor):
+        torch._foreach_div_(xs, count)
+    elif xs[0].dtype.itemsize > 2:
+        torch._foreach_div_(xs, count.to(xs[0].device, xs[0].dtype))
+    else:
+        for x in xs:
+            x.copy_(x.float() / count.to(x.device, torch.float32))
 
 
 def _one_by_one(

@@ -179,6 +179,18 @@ def test_a_pair_alone_with_numbers_tensors_aux_and_outer_gradients() -> None:
     torch.testing.assert_close(through, wanted, rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("count", [257, 5001, 100_000])
+def test_counts_that_16_bits_cannot_hold_divide_all_the_same(dtype: torch.dtype, count: int) -> None:
+    w = torch.ones(4, dtype=dtype)
+    pair = lambda w, x, n: ((w.float() * x).sum(), n)  # noqa: E731
+    x = torch.full((2, 4), 12500.0)
+    want = sf.accumulate(lambda w, x: pair(w, x, count), x, micro=1)(w)[1]
+    got = sf.accumulate(lambda w, x: pair(w, x, torch.tensor(count)), x, micro=1)(w)[1]
+    assert torch.equal(got, want), (got, want)
+    assert (want.double() - 25000 / count).abs().max() < 0.008 * 25000 / count
+
+
 @pytest.mark.parametrize("count", [torch.ones(2), torch.ones((), requires_grad=True), "3", True, None])
 def test_a_count_that_is_none_is_refused(count: Any) -> None:
     with pytest.raises(TypeError, match="count"):
