@@ -69,7 +69,7 @@ def compiled(where: Where) -> Answer:
                 wanted = numbers(mesh, stepping(mesh, strategy, options, whole, x, False), None)
                 step = stepping(mesh, strategy, options, whole, x, True)
                 if simulation:
-                    simulation.forget()
+                    simulation.reset_counts()
                 found = numbers(mesh, step, dice)
                 races = len(simulation.races) if simulation else "not looked for"
                 apart = max(

@@ -74,7 +74,7 @@ def measured(where: Where, device: str, simulation: Device | None, graph: bool) 
             synchronize()
             begin = time.perf_counter()
         if simulation is not None:
-            simulation.forget()
+            simulation.reset_counts()
         start = time.perf_counter()
         params, state, value = run(params, state, x)
         if i >= WARM_UP:

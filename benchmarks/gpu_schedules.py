@@ -215,7 +215,7 @@ def late(where: Where) -> Answer:
         for name, strategy in STRATEGIES.items():
             wrong = 0
             if simulation:
-                simulation.forget()
+                simulation.reset_counts()
             for seed in range(schedules):
                 dice = random.Random(f"{name} {seed}")
                 order = [dice.randrange(len(whole)) for _ in range(dice.randint(3, 4 if where.tiny else 12))]
@@ -261,7 +261,7 @@ def waits(where: Where) -> Answer:
 def waited(step: Callable[[], Any], simulation: Device | None) -> list[str]:
     """Where the host waits in a step; on CUDA, only the first place."""
     if simulation:
-        simulation.forget()
+        simulation.reset_counts()
         step()
         return [f"{one.kind} at {one.where}" for one in simulation.synchronisations]
     torch.cuda.synchronize()

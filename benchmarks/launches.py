@@ -70,7 +70,7 @@ class Counts(NamedTuple):
 def counts(device: Device, step: Callable[[], Any]) -> Counts:
     """The counts of the second call."""
     step()
-    device.forget()
+    device.reset_counts()
     step()
     return Counts(device.operations.total(), sum(one.times for one in device.synchronisations))
 

@@ -47,7 +47,7 @@ MB, GB = 1e6, 1e9
 
 def strategy(on_disk: bool) -> sf.Strategy:
     cut = sf.full_shard("data")
-    return cut.on(params="disk", grads="disk", state="disk") if on_disk else cut
+    return cut.with_tiers(params="disk", grads="disk", state="disk") if on_disk else cut
 
 
 @dataclass

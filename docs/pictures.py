@@ -544,7 +544,7 @@ def followed(program: Callable[[Tensor, Tensor], Tensor]) -> list[tuple[str, boo
     checked = CheckedCall(program, mesh, outer=False)
     pieces = [torch.ones(3), torch.arange(6.0).view(2, 3) + mesh.get_rank()]
     with scope(mesh), checked.recorder:
-        checked.take([Leaf("w", pieces[0], sf.P()), Leaf("x", pieces[1], sf.P("data"))], pieces)
+        checked.record_arguments([Leaf("w", pieces[0], sf.P()), Leaf("x", pieces[1], sf.P("data"))], pieces)
         sf.grad(program)(*pieces)
         types = varying(checked.recorder.trace, checked.compared([]).nodes)
     nodes = zip(checked.recorder.trace.nodes, types.along, strict=True)

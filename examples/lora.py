@@ -34,7 +34,7 @@ from examples.run import corpus as source_code
 from examples.train_lm import DATA, Config
 from shardfn import P
 
-BASES = {"sharded": sf.full_shard(DATA), "once": sf.full_shard(DATA).resharding("step"), "whole": sf.ddp(DATA)}
+BASES = {"sharded": sf.full_shard(DATA), "once": sf.full_shard(DATA).with_reshard("step"), "whole": sf.ddp(DATA)}
 ADAPTED = ("qkv", "out", "up", "down")
 RANK = 4
 SCALE = 2.0

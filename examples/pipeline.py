@@ -73,7 +73,7 @@ def strategy(config: Config, size: int) -> sf.Strategy:
     def placed(path: str, shape: tuple[int, ...]) -> sf.Placement:
         first, layer, *_ = path.split(".")
         at = {"embed": 0, "head": size - 1}[first] if first != "blocks" else owners[int(layer)]
-        return sf.full_shard("shard").at(pipe=at)
+        return sf.full_shard("shard").only_on(pipe=at)
 
     return placed
 

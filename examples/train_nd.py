@@ -142,7 +142,7 @@ def strategy(config: Config, mesh: DeviceMesh) -> sf.Strategy:
         places = {"embed": 0, "head": len(stages) - 1}
         at = places[first] if first in places else next(i for i, own in enumerate(stages) if int(layer) in own)
         over = ("shard", "context") if ".experts." in path else ("shard", "context", "expert")
-        return sf.hybrid_shard(shard=over, replica="replica").at(pipe=at)
+        return sf.hybrid_shard(shard=over, replica="replica").only_on(pipe=at)
 
     return placed
 

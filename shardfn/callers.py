@@ -68,7 +68,7 @@ def raised_at(error: BaseException) -> str:
     return _users_line(lines)
 
 
-def asked(inner: str) -> str:
+def api_name(inner: str) -> str:
     """The name of the shardfn function that the user's line calls, for messages from functions inside it.
 
     Args:

@@ -72,15 +72,15 @@ def debug(
 @contextlib.contextmanager
 def _switched(asked: dict[str, bool]) -> Iterator[None]:
     _asked.append(asked)
-    _settle()
+    _apply_requests()
     try:
         yield
     finally:
         _asked[:] = [other for other in _asked if other is not asked]  # not pop(): threads open blocks in any order
-        _settle()
+        _apply_requests()
 
 
-def _settle() -> None:
+def _apply_requests() -> None:
     for name in KINDS:
         setattr(debugging, name, next((asked[name] for asked in reversed(_asked) if name in asked), False))
 
@@ -103,4 +103,4 @@ def by_environment(text: str) -> dict[str, bool]:
 
 
 _asked.append(by_environment(os.environ.get("SHARDFN_DEBUG", "")))
-_settle()
+_apply_requests()

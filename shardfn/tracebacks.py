@@ -35,7 +35,7 @@ def api_boundary(f: F) -> F:
             return f(*args, **kwargs)
         except Exception as error:
             message = error.args[0] if len(error.args) == 1 else None
-            if isinstance(message, str) and len(message) > MOST and _ours(_innermost(error.__traceback__)):
+            if isinstance(message, str) and len(message) > MOST and _is_package_frame(_innermost(error.__traceback__)):
                 error.args = (bounded(message),)
             if FOLDS:
                 _fold(error)
@@ -67,7 +67,7 @@ def _folded(error: BaseException) -> TracebackType | None:
     frames: list[TracebackType] = []
     trace, inside, leaves_out = error.__traceback__, False, False
     while trace is not None:
-        inside = _ours(trace) or (inside and _package(trace) in _BETWEEN)
+        inside = _is_package_frame(trace) or (inside and _package(trace) in _BETWEEN)
         leaves_out = leaves_out or inside
         if not inside:
             frames.append(trace)
@@ -76,7 +76,7 @@ def _folded(error: BaseException) -> TracebackType | None:
         return error.__traceback__
     last = _innermost(error.__traceback__)
     if inside and last is not None and not getattr(error, "_shardfn_folded", False):
-        raises = _ours(last) and last.tb_frame.f_code.co_code[last.tb_lasti] == _RAISE
+        raises = _is_package_frame(last) and last.tb_frame.f_code.co_code[last.tb_lasti] == _RAISE
         if isinstance(error, AssertionError) or not (raises or isinstance(error, Warning)):
             return error.__traceback__
     BaseException.__setattr__(error, "_shardfn_folded", True)  # for the boundaries further out
@@ -96,6 +96,6 @@ def _package(trace: TracebackType) -> str:
     return str(trace.tb_frame.f_globals.get("__name__")).split(".")[0]
 
 
-def _ours(trace: TracebackType | None) -> bool:
+def _is_package_frame(trace: TracebackType | None) -> bool:
     """Whether a frame is of this package."""
     return trace is not None and _package(trace) == __name__.split(".")[0]

@@ -64,7 +64,7 @@ def initial(mesh: Any, tiers: dict[str, Any]) -> dict[str, Any]:
     params = {name: torch.randn(shape, generator=g, dtype=torch.float64) for name, shape in SHAPES.items()}
     replicas = ("replica",) if "replica" in mesh.mesh_dim_names else ()
     strategy = sf.hybrid_shard(shard="shard", replica=replicas) if replicas else sf.full_shard("shard")
-    placed = sf.shard(params, mesh, strategy.on(**tiers))
+    placed = sf.shard(params, mesh, strategy.with_tiers(**tiers))
     return {"model": placed, "optimizer": OPTIMIZER.init(placed), "step": 0, "noise": torch.Generator().manual_seed(1)}
 
 

@@ -343,7 +343,7 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "stages/reduction.py": {
         "no wait for gradients that leave": (
-            "        self.grad_offload.settle()\n",
+            ("        self.grad_offload.wait_for_gradients()\n"),
             "",
             "tests/tiers/test_simulated_tiers.py::test_the_host_waits_for_what_it_reads_and_for_nothing_else[grads]",
         ),
@@ -664,7 +664,7 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "compiled/graphed.py": {
         "what a step does not read must not change either": (
-            "            program.around = kept(program.around, surroundings(self.step))",
+            "            program.around = unchanged_values(program.around, captured_values(self.step))",
             "            pass",
             f"{COMPILED}::test_what_a_step_does_not_read_may_change",
         )
@@ -800,7 +800,7 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "checkpoint/writing.py": {
         "a background save copies nothing": (
-            "copies = taken([box.values for box in flat_tree.boxes])",
+            "copies = snapshot_of([box.values for box in flat_tree.boxes])",
             "copies = [box.values for box in flat_tree.boxes]",
             "tests/checkpoint/test_checkpoint.py::test_training_goes_on_while_a_checkpoint_is_written",
         )

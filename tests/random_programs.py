@@ -1503,7 +1503,7 @@ def judged_plan(program: Program, where: World, folder: str) -> Verdict:
         ran = where.run(recorded, program, folder)[0]
     except (WorldTimeout, WorldError) as error:
         return Verdict(f"plan: the second time, the program fails: {str(error)[:300]}")
-    [plans] = world(1, "alone").within(120).run(planned, program, folder)
+    [plans] = world(1, "alone").with_deadline(120).run(planned, program, folder)
     # What a CPU sends in few bits from a thread of its own is of no stage in the ledger.
     known = 4 if any(stage.wire != "no" for stage in program.stages) else 7
     # Ranks compare the arguments of a function that is new, as those of each action are.
@@ -1845,8 +1845,8 @@ def search(tally: Tally, ranks: int, number: int, until: float, kind: Any, folde
 
     def judge(program: Program, plans: bool = True) -> Verdict:
         if not plans or kind != "processes":
-            return judged(program, world(ranks, kind).within(patience), folder)
-        return judged_twice(program, world(ranks, kind).within(patience), folder)
+            return judged(program, world(ranks, kind).with_deadline(patience), folder)
+        return judged_twice(program, world(ranks, kind).with_deadline(patience), folder)
 
     @settings(
         max_examples=300, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
@@ -1884,7 +1884,7 @@ def replay(path: str, kind: Any) -> int:
     program = read(Path(path).read_text())
     with tempfile.TemporaryDirectory() as folder:
         judge = judged_twice if kind == "processes" else judged
-        verdict = judge(program, world(program.ranks, kind).within(60), folder)
+        verdict = judge(program, world(program.ranks, kind).with_deadline(60), folder)
     print(f"{verdict.finding or 'nothing is wrong'}\n{verdict.trace}\nrefusals: {verdict.refusals}")
     return int(bool(verdict.finding))
 

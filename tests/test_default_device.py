@@ -43,7 +43,7 @@ def trained(default: str, name: str, tiers: dict[str, Any], folder: str) -> list
             return torch.randn(shape, generator=g, dtype=torch.float64, device="cpu") / 2
 
         whole = {"blocks": [{"w": normal(WIDTH, WIDTH), "b": normal(WIDTH)} for _ in range(2)]}
-        params = sf.shard(whole, mesh, sf.full_shard("shard").on(**tiers))
+        params = sf.shard(whole, mesh, sf.full_shard("shard").with_tiers(**tiers))
         layer, opt = sf.stage(block), OPTIMIZERS[name]()
 
         def loss(params: Any, x: Tensor) -> Tensor:

@@ -227,7 +227,9 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path):
     ranks = ranks_of(text)
     earlier = pages_before(page)
     ran_on = world(ranks) if ranks else world(1, "alone")
-    executed = ran_on.within(180).run(run_page, page, blocks, tmp_path, earlier)  # importing transformers is slow
+    executed = ran_on.with_deadline(180).run(
+        run_page, page, blocks, tmp_path, earlier
+    )  # importing transformers is slow
     assert executed == [[block.line for block in blocks]] * max(1, ranks)
 
 

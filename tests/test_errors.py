@@ -240,7 +240,7 @@ SPECS: dict[str, Row] = {
 )
 def test_a_mistake_is_explained_on_every_rank(table: str, row: str) -> None:
     call, kind, words = globals()[table][row]
-    errors = world(4, "threads").within(20).errors(call)
+    errors = world(4, "threads").with_deadline(20).errors(call)
     assert len(errors) == 4
     for error in errors:
         assert isinstance(error, kind)

@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check(program: Program, folder: Path, kind: Any = "processes") -> None:
-    verdict = judged(program, world(program.ranks, kind).within(20), str(folder))
+    verdict = judged(program, world(program.ranks, kind).with_deadline(20), str(folder))
     assert not verdict.finding, (
         f"{verdict.finding}\n{verdict.trace}\npython -m tests.random_programs --replay FILE, with\n{written(program)}"
     )

@@ -21,7 +21,7 @@ from shardfn.quant.packed import Packed, is_packed
 from shardfn.quoting import findings
 from shardfn.shards import blocks
 from shardfn.shards.blocks import Blocks
-from shardfn.shards.boxes import Box, Ints, steps, whole
+from shardfn.shards.boxes import Box, Ints, full_box, steps
 from shardfn.shards.layout import FlatShard, Layout, is_flat
 from shardfn.shards.pieces import Piece, is_unit, split_keys
 from shardfn.tiers import copying
@@ -110,11 +110,11 @@ class LocalBox:
     box: Box
     values: Tensor
 
-    def take(self, box: Box, values: Tensor) -> None:
+    def copy_from(self, box: Box, values: Tensor) -> None:
         """Copies the intersection with another box, whose elements are `values`."""
         both = self.box.common(box)
         if both is not None:
-            copying.copy_(self.values[both.within(self.box)], values[both.within(box)])
+            copying.copy_(self.values[both.slices_in(self.box)], values[both.slices_in(box)])
 
 
 @dataclass(frozen=True)
@@ -376,11 +376,11 @@ def _cut(layout: Layout, rank: int, shared: bool, width: int, max_bytes: int) ->
             start, stop = _share(layout, numbers[part.path], rank, start, stop, width)
         if entry.numel == 0:
             if layout.grid.index(rank, layout.same_axes(numbers[part.path])) == 0:
-                cuts.append((numbers[part.path], whole(entry.shape), 0))
+                cuts.append((numbers[part.path], full_box(entry.shape), 0))
             continue
         offset = entry.offset - begin + start
-        for box in steps(whole(entry.shape), max_bytes // width, start, stop):
-            cuts.append((numbers[part.path], box.moved(part.corner), offset))
+        for box in steps(full_box(entry.shape), max_bytes // width, start, stop):
+            cuts.append((numbers[part.path], box.translated(part.corner), offset))
             offset += box.numel
     return cuts
 

@@ -29,7 +29,7 @@ class Flaw(Exception):
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[int]:
+def open_readonly(path: Path) -> Iterator[int]:
     """A context with a file's read-only descriptor.
 
     Raises:
@@ -69,7 +69,7 @@ def sampled(path: Path) -> int:
     Raises:
         CheckpointError: it cannot be opened.
     """
-    with opened(path) as descriptor:
+    with open_readonly(path) as descriptor:
         size = os.fstat(descriptor).st_size
         crc = zlib.crc32(str(size).encode())
         for i in range(BLOCKS if size > BLOCKS * BLOCK else -(-size // BLOCK)):

@@ -25,7 +25,7 @@ from shardfn.checkpoint.reading import BoxReader
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.mesh.spec import dotted, is_dtensor
 from shardfn.quoting import listed
-from shardfn.shards.boxes import steps, whole
+from shardfn.shards.boxes import full_box, steps
 from shardfn.tiers import copying, mapping
 
 _WHOLE = safetensors.MODEL, safetensors.INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -123,7 +123,7 @@ class FileReader(BoxReader):
         files = sorted({*self.source.places.values(), *self._checksums})
         return "; ".join(f"{disk.sampled(file):x} {sorted(self._checksums.get(file, {}).items())}" for file in files)
 
-    def wanted(self, targets: Iterable[LocalBox]) -> list[LocalBox]:
+    def plan_reads(self, targets: Iterable[LocalBox]) -> list[LocalBox]:
         """The boxes to fill that are not empty."""
         return [target for target in targets if target.box.numel]
 
@@ -142,10 +142,10 @@ class FileReader(BoxReader):
             for target in plan:
                 x = self.tensors[target.name]
                 for box in steps(target.box, STEP // x.element_size()):
-                    copying.copy_(target.values[box.within(target.box)], x[box.within(whole(x.shape))])
-                    self.forget()
+                    copying.copy_(target.values[box.slices_in(target.box)], x[box.slices_in(full_box(x.shape))])
+                    self.release_pages()
 
-    def forget(self) -> None:
+    def release_pages(self) -> None:
         """Releases the memory of mapped pages that have been read."""
         for address, nbytes in self._places:
             mapping.left(address, nbytes)
@@ -191,7 +191,7 @@ def _unpickled(file: Path) -> Any:
 
 def _compare(file: Path, values: bool, share: tuple[int, int] = (0, 1)) -> dict[str, int]:
     """Compares the checksums in a `torch.save` file, as `checked` does, and returns them."""
-    with disk.opened(file) as descriptor:
+    with disk.open_readonly(file) as descriptor:
         if not zipfile.is_zipfile(file):
             raise CheckpointError(
                 f"{file} is not a torch.save file, or is truncated. Convert a file of torch before 1.6 with "

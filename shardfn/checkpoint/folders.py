@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from shardfn.checkpoint.contents import SCALARS
-from shardfn.checkpoint.disk import Flaw, opened, sync, unpickled
+from shardfn.checkpoint.disk import Flaw, open_readonly, sync, unpickled
 from shardfn.checkpoint.manifest import (
     MANIFEST,
     METADATA,
@@ -48,13 +48,13 @@ def intact(folder: Path) -> Manifest | str:
             raise
         return str(error)
     for name, (size, _) in manifest.files.items():
-        status = seen(folder / name)
+        status = path_status(folder / name)
         if status is None or status.st_size != size:
             return f"{folder / name} {'is gone' if status is None else f'has {status.st_size} of {size} bytes'}"
     return manifest
 
 
-def seen(path: Path) -> os.stat_result | None:
+def path_status(path: Path) -> os.stat_result | None:
     """The status of a path, following links; None if nothing exists there.
 
     Raises:
@@ -74,7 +74,7 @@ def _absent(error: OSError) -> bool:
 
 def is_checkpoint(folder: Path) -> bool:
     """Whether a folder is a checkpoint, complete or not, of this module or of torch.distributed.checkpoint."""
-    return seen(folder / MANIFEST) is not None or seen(folder / METADATA) is not None
+    return path_status(folder / MANIFEST) is not None or path_status(folder / METADATA) is not None
 
 
 def names_in(root: Path) -> list[str]:
@@ -147,7 +147,7 @@ def source_of(path: Path, also: Sequence[str] = ()) -> TensorSource:
     source = torchs(folder)
     for name, (file, offset, length) in source.places.items():
         # Other values cannot be loaded into a tree; if the tree wants one, it is reported as missing.
-        with opened(folder / file) as descriptor, contextlib.suppress(Flaw):
+        with open_readonly(folder / file) as descriptor, contextlib.suppress(Flaw):
             value = unpickled(descriptor, offset, length)
             if type(value) in SCALARS:
                 source.numbers[name] = value
@@ -165,7 +165,7 @@ def publish(folder: Path, path: Path) -> None:
     """Renames a finished folder to `path`, and discards what was there before."""
     sync(folder)
     old = staging_path(path, "replaced")
-    if seen(path) is not None:
+    if path_status(path) is not None:
         discard(old)
         path.rename(old)
     folder.rename(path)
@@ -214,13 +214,13 @@ def completed(folder: Path, path: Path, manifest: Manifest, keys: dict[str, tupl
 def restored(path: Path) -> Path:
     """The path, or the one to which its checkpoint was moved by a process that died while replacing it."""
     old = staging_path(path, "replaced")
-    return old if seen(path) is None and seen(old) is not None else path
+    return old if path_status(path) is None and path_status(old) is not None else path
 
 
 def discard(folder: Path) -> None:
     """Deletes a folder, after renaming it so that it never counts as a checkpoint while being deleted."""
     folder = restored(folder)
-    if seen(folder) is None:
+    if path_status(folder) is None:
         return
     if not folder.name.startswith("."):
         doomed = staging_path(folder, "deleting")

@@ -32,11 +32,11 @@ from shardfn.mesh.axes import device_of
 from shardfn.mesh.scope import mesh_of, scope
 from shardfn.quant.packed import Packed
 from shardfn.quoting import listed
-from shardfn.shards.boxes import whole
+from shardfn.shards.boxes import full_box
 from shardfn.shards.layout import FlatShard, is_flat
 from shardfn.shards.pieces import is_unit
 from shardfn.tiers.copying import read
-from shardfn.tiers.placing import brought
+from shardfn.tiers.placing import on_mesh_device
 from shardfn.tracebacks import api_boundary
 
 STEP = 2**23  # bytes that are gathered or written at a time
@@ -99,11 +99,13 @@ def export(
         targets = _targets(tree, names, dtype)
         return targets, planned({target.name: target.kind for target in targets.values()}, largest, metadata or {})
 
-    targets, plan = group.each(task, planning)
+    targets, plan = group.run_on_each(task, planning)
     refuse_different(group, task, tree, (str(folder), repr(plan.headers)))
     try:
         group.first(task, lambda: begin(folder, plan))
-        group.each(task, lambda: fill(folder, plan, turns(params, targets, group), functools.partial(_placed, targets)))
+        group.run_on_each(
+            task, lambda: fill(folder, plan, turns(params, targets, group), functools.partial(_placed, targets))
+        )
         group.first(task, lambda: publish(folder, plan))
     except BaseException:
         if group.rank == 0:
@@ -256,7 +258,7 @@ def _gathered(flat: FlatShard, names: list[str], number: int) -> Iterator[tuple[
     cut = {*layout.placement.axes, *(axis for entry in layout.entries for axis in entry.spec.axes)}
     holders = tuple(name for name, _ in layout.grid.sizes if name in cut)
     copies = tuple(name for name, _ in layout.grid.sizes if name not in {*cut, *layout.placement.only_at_axes})
-    if not layout.here(rank) or layout.grid.index(rank, copies) != number % layout.grid.size(copies):
+    if not layout.lives_on(rank) or layout.grid.index(rank, copies) != number % layout.grid.size(copies):
         return
     mesh = mesh_of(layout.grid, f"export: stage {layout.stage!r}")
     with scope(mesh):
@@ -271,15 +273,15 @@ def _gathered(flat: FlatShard, names: list[str], number: int) -> Iterator[tuple[
 def _joined(piece: Tensor, axes: tuple[str, ...], dim: int, size: int, mesh: DeviceMesh) -> Tensor:
     """As `all_gather` along a dimension, but in portions, since gloo holds a second copy of what it gathers."""
     if size == 1:
-        return brought(piece, mesh)
+        return on_mesh_device(piece, mesh)
     n = piece.shape[dim]
     joined = torch.empty(
         *piece.shape[:dim], n * size, *piece.shape[dim + 1 :], dtype=piece.dtype, device=device_of(mesh)
     )
     for box, portion in pieces(piece, STEP // size):
-        portion = brought(portion, mesh)
+        portion = on_mesh_device(portion, mesh)
         for i, part in enumerate(functional.all_gather(portion[None], axes, to="invariant")):
-            joined.narrow(dim, i * n, n)[box.within(whole(piece.shape))] = part
+            joined.narrow(dim, i * n, n)[box.slices_in(full_box(piece.shape))] = part
     return joined
 
 

@@ -25,7 +25,7 @@ from shardfn.checkpoint.team import CheckpointError, RankGroup, on_each_rank, te
 from shardfn.local_paths import local_path
 from shardfn.mesh import waiting
 from shardfn.quoting import listed
-from shardfn.shards.boxes import whole
+from shardfn.shards.boxes import full_box
 from shardfn.tiers import copying
 from shardfn.tracebacks import api_boundary
 
@@ -132,14 +132,14 @@ def filled(
         if differences.shapes or (request.strict and differences):
             raise CheckpointError(f"{differences}{matching.hint(differences, names, reader.source, request)}")
         tensors = _as_there(flat_tree, reader, names)
-        boxes = [*flat_tree.boxes, *(LocalBox(name, whole(x.shape), x) for name, x in flat_tree.plain.items())]
-        plan = reader.wanted(names[target.name].box(target) for target in boxes if target.name in tensors)
+        boxes = [*flat_tree.boxes, *(LocalBox(name, full_box(x.shape), x) for name, x in flat_tree.plain.items())]
+        plan = reader.plan_reads(names[target.name].box(target) for target in boxes if target.name in tensors)
         reader.check(plan)
         renamed = sorted((tree_name, *name) for tree_name, name in naming.items() if name != StoredName(tree_name))
         digests = zlib.crc32(reader.identity().encode()), request.part, zlib.crc32(repr(renamed).encode())
         return reader, plan, differences, names, None if then is None else then(reader), digests
 
-    reader, plan, differences, names, then_result, digests = group.each(task, compared)
+    reader, plan, differences, names, then_result, digests = group.run_on_each(task, compared)
     numbers = {name: reader.source.numbers.get(target.theirs) for name, target in names.items()}
     _refuse_different(task, group.gathered((str(path), digests), task))
     if differences and group.rank == 0:
@@ -156,7 +156,7 @@ def filled(
                 generator.set_state(flat_tree.plain[name])
 
     try:
-        group.each(task, read)
+        group.run_on_each(task, read)
     except CheckpointError as error:
         raise CheckpointError(f"{error}. {_unusable(names) if donate else '`like` is as it was'}") from error.__cause__
     numbers |= {name: flat_tree.plain[name].item() for name in flat_tree.plain.keys() & flat_tree.numbers.keys()}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardfn.checkpoint.contents import LocalBox, TensorType
-from shardfn.checkpoint.disk import Flaw, checked, opened, read_at, unpickled
+from shardfn.checkpoint.disk import Flaw, checked, open_readonly, read_at, unpickled
 from shardfn.checkpoint.manifest import Chunk, Entries, TensorSource
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.checkpoint.tensor_bytes import BUFFER, memory
@@ -127,7 +127,7 @@ def elements(
         if low < high:
             values = torch.frombuffer(content, dtype=kind.dtype, offset=low - offset, count=(high - low) // width)
             for box in boxes(chunk.box.sizes, (low - begin) // width, (high - begin) // width):
-                yield box.moved(chunk.box.offsets), values[: box.numel].view(box.sizes)
+                yield box.translated(chunk.box.offsets), values[: box.numel].view(box.sizes)
                 values = values[box.numel :]
     if where.after not in (None, crc):
         raise Flaw(OTHER)
@@ -147,7 +147,7 @@ class BoxReader(abc.ABC):
         """A text that is equal for equal files, wherever they are."""
 
     @abc.abstractmethod
-    def wanted(self, targets: Iterable[LocalBox]) -> Any:
+    def plan_reads(self, targets: Iterable[LocalBox]) -> Any:
         """Plans what to read, to fill boxes of tensors under the names in the files.
 
         Raises:
@@ -167,9 +167,9 @@ class BoxReader(abc.ABC):
         """
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Reads the elements of a box. Raises as `wanted` and `fill` do."""
+        """Reads the elements of a box. Raises as `plan_reads` and `fill` do."""
         values = torch.empty(box.sizes, dtype=self.source.tensors[name].dtype, device="cpu")
-        self.fill(self.wanted([LocalBox(name, box, values)]))
+        self.fill(self.plan_reads([LocalBox(name, box, values)]))
         return values
 
 
@@ -191,7 +191,7 @@ class CheckpointReader(BoxReader):
         """A text that is equal for equal checkpoints: file checksums, or the metadata of torch's."""
         return self.source.identity()
 
-    def wanted(self, targets: Iterable[LocalBox]) -> Wanted:
+    def plan_reads(self, targets: Iterable[LocalBox]) -> Wanted:
         """Finds the parts from which to fill boxes of tensors, under the checkpoint's names.
 
         Raises:
@@ -213,7 +213,7 @@ class CheckpointReader(BoxReader):
         """Raises CheckpointError if a file is gone, or too short for the parts that are wanted."""
         for file, chunks in plan.items():
             path = self.source.folder / file
-            with opened(path) as descriptor:
+            with open_readonly(path) as descriptor:
                 has, needed = os.fstat(descriptor).st_size, max(chunk.stop for chunk, *_ in chunks)
             if has < needed:
                 names = dict.fromkeys(name for chunk, name, _ in chunks if chunk.stop > has)
@@ -226,16 +226,16 @@ class CheckpointReader(BoxReader):
             CheckpointError: a file is gone or damaged.
         """
         for file, chunks in plan.items():
-            with opened(self.source.folder / file) as descriptor:
+            with open_readonly(self.source.folder / file) as descriptor:
                 for chunk, name, targets in chunks:
                     for box, values in self._elements(descriptor, chunk, name, targets):
                         for target in targets:
-                            target.take(box, values)
+                            target.copy_from(box, values)
 
     def parts(self, name: str) -> Iterator[Elements]:
-        """Yields all elements of a tensor part by part, as views of the buffer; raises as `wanted` and `fill` do."""
+        """Yields all elements of a tensor part by part, as views of the buffer; raises as `plan_reads` and `fill` do."""
         for chunk in self._order(name)[0]:
-            with opened(self.source.folder / chunk.file) as descriptor:
+            with open_readonly(self.source.folder / chunk.file) as descriptor:
                 yield from self._elements(descriptor, chunk, name, None)
 
     def _elements(self, descriptor: int, chunk: Chunk, name: str, targets: list[LocalBox] | None) -> Iterator[Elements]:
@@ -304,7 +304,7 @@ def _read_box(descriptor: int, chunk: Chunk, kind: TensorType, where: Chunk, box
     """Reads one box of a part, and no other bytes."""
     values, done, width = torch.empty(box.sizes, dtype=kind.dtype, device="cpu"), 0, kind.dtype.itemsize
     target = memory(values)
-    length, starts = runs(box.moved(tuple(-offset for offset in chunk.box.offsets)), chunk.box.sizes)
+    length, starts = runs(box.translated(tuple(-offset for offset in chunk.box.offsets)), chunk.box.sizes)
     for start in starts:
         run = target[done : done + length * width]
         if read_at(descriptor, run, where.offset + where.data + start * width) < len(run):

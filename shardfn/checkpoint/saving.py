@@ -87,7 +87,7 @@ class Pending:
             self.error = error
             _log.error("the checkpoint %s was not written: %s", self.path, error)
         finally:
-            self._save.forget()
+            self._save.drop_tensors()
             self.ended = time.monotonic()
 
     def done(self) -> bool:

@@ -54,7 +54,7 @@ class RankGroup:
             )
         return objects
 
-    def each(self, task: str, run: Callable[[], T]) -> T:
+    def run_on_each(self, task: str, run: Callable[[], T]) -> T:
         """Runs a function on all ranks and returns this rank's result; if it fails on one, all raise the same.
 
         Raises:
@@ -62,7 +62,7 @@ class RankGroup:
         """
         return self._run_on_all(task, run, share=False)[0]
 
-    def together(self, task: str, run: Callable[[], T]) -> list[T]:
+    def run_and_gather(self, task: str, run: Callable[[], T]) -> list[T]:
         """Runs a function on all ranks and returns all results; if it fails on one, all raise the same.
 
         Raises:
@@ -72,7 +72,7 @@ class RankGroup:
 
     def first(self, task: str, run: Callable[[], None]) -> None:
         """Runs a function on the first rank only; if it fails, all raise the same CheckpointError."""
-        self.each(task, run if self.rank == 0 else lambda: None)
+        self.run_on_each(task, run if self.rank == 0 else lambda: None)
 
     def _run_on_all(self, task: str, run: Callable[[], T], share: bool) -> tuple[T, list[T]]:
         result: Any = None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.shards.boxes import Box, steps, whole
+from shardfn.shards.boxes import Box, full_box, steps
 from shardfn.tiers import copying
 from shardfn.tiers.copying import arrivals
 from shardfn.tiers.tensors import on_disk
@@ -44,5 +44,5 @@ def memory(tensor: Tensor) -> memoryview:
 
 def pieces(values: Tensor, max_bytes: int) -> Iterator[tuple[Box, Tensor]]:
     """Yields boxes of at most `max_bytes`, at least one, and their values, in row-major order."""
-    for box in steps(whole(values.shape), max_bytes // values.element_size()):
-        yield box, values[box.within(whole(values.shape))]
+    for box in steps(full_box(values.shape), max_bytes // values.element_size()):
+        yield box, values[box.slices_in(full_box(values.shape))]

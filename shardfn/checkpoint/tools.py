@@ -24,7 +24,7 @@ from shardfn.checkpoint.reading import CheckpointReader, Report, meter, silent
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.checkpoint.tensor_bytes import BUFFER, as_bytes
 from shardfn.checkpoint.writing import Writer
-from shardfn.shards.boxes import steps, whole
+from shardfn.shards.boxes import full_box, steps
 
 AT_ONCE = 2**18  # elements that are compared at a time
 
@@ -324,7 +324,7 @@ def reshard(src: Path, dst: Path, ranks: int, *, report: Report = silent) -> Wri
             with contextlib.closing(Writer(folder, rank)) as writer:
                 for name, start, stop in share:
                     kind = source.tensors[name]
-                    for box in steps(whole(kind.shape), BUFFER // kind.dtype.itemsize, start, stop):
+                    for box in steps(full_box(kind.shape), BUFFER // kind.dtype.itemsize, start, stop):
                         writer.tensor(name, reader.read(name, box), box)
                         count(box.numel * kind.dtype.itemsize)
                 for name, value in source.numbers.items():
@@ -377,7 +377,7 @@ def _nested(reader: CheckpointReader, path: Path, olds: dict[str, str], strip: s
             kind = source.tensors[name]
             value = torch.empty(kind.shape, dtype=kind.dtype, device="cpu")
             for box, values in reader.parts(name):
-                value[box.within(whole(kind.shape))].copy_(values)
+                value[box.slices_in(full_box(kind.shape))].copy_(values)
                 count(values.nbytes)
         path_keys = keys.get(name, (name,))
         _put(tree, _stripped(path_keys, strip) if name != new else path_keys, name, value)
@@ -418,7 +418,7 @@ def _shares(source: TensorSource, owners: dict[str, int], ranks: int) -> list[li
     load = [0] * ranks
     shares: list[list[tuple[str, int, int]]] = [[] for _ in range(ranks)]
     for name, kind in source.tensors.items():
-        numel = whole(kind.shape).numel
+        numel = full_box(kind.shape).numel
         if name in owners or kind.bytes < FEW:
             rank = owners.get(name, load.index(min(load)))
             shares[rank].append((name, 0, numel))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardfn.checkpoint.contents import Contents, Value, parameters
-from shardfn.checkpoint.disk import Flaw, opened, unpickled
+from shardfn.checkpoint.disk import Flaw, open_readonly, unpickled
 from shardfn.checkpoint.loading import filled
 from shardfn.checkpoint.manifest import TensorSource
 from shardfn.checkpoint.matching import LoadRequest, Rule, StoredName, renamed
@@ -26,7 +26,7 @@ from shardfn.checkpoint.team import CheckpointError, on_each_rank
 from shardfn.mesh import waiting
 from shardfn.mesh.spec import joined
 from shardfn.quoting import listed
-from shardfn.shards.boxes import Ints, whole
+from shardfn.shards.boxes import Ints, full_box
 from shardfn.shards.pieces import spread, units
 from shardfn.tracebacks import api_boundary
 
@@ -265,11 +265,11 @@ def _value(reader: BoxReader, name: str) -> Any:
     if name in source.numbers:
         return source.numbers[name]
     if name in source.tensors:
-        return reader.read(name, whole(source.tensors[name].shape)).tolist()
+        return reader.read(name, full_box(source.tensors[name].shape)).tolist()
     if not isinstance(source, TensorSource):
         return None
     file, offset, length = source.places[name]
-    with opened(source.folder / file) as descriptor:
+    with open_readonly(source.folder / file) as descriptor:
         try:
             return unpickled(descriptor, offset, length)
         except Flaw as error:

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardfn.checkpoint.contents import TensorType
-from shardfn.checkpoint.disk import Flaw, checked, opened
+from shardfn.checkpoint.disk import Flaw, checked, open_readonly
 from shardfn.checkpoint.folders import found_at
 from shardfn.checkpoint.manifest import MANIFEST, METADATA, Chunk, Manifest, read_manifest, torchs
 from shardfn.checkpoint.reading import OTHER, Report, ReusedMemory, blocks, elements, located, meter, silent
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.local_paths import local_path
-from shardfn.shards.boxes import whole
+from shardfn.shards.boxes import full_box
 from shardfn.tracebacks import api_boundary
 
 Count = Callable[[int], None]
@@ -108,7 +108,7 @@ def _between(size: int, crc: int, parts: list[tuple[Chunk, str]]) -> Iterator[tu
         position, before = chunk.stop, chunk.after or 0
         yield chunk, (name,)
     if (position, before) != (size, crc):
-        yield Chunk(whole(()), "", position, size - position, 0, before, crc), ()
+        yield Chunk(full_box(()), "", position, size - position, 0, before, crc), ()
 
 
 def _of_file(
@@ -120,7 +120,7 @@ def _of_file(
         return
     size, crc = manifest.files[file]
     try:
-        with opened(folder / file) as descriptor:
+        with open_readonly(folder / file) as descriptor:
             actual_size = (folder / file).stat().st_size
             gone: list[str] = []
             for chunk, entries in _between(size, crc, parts):
@@ -162,7 +162,7 @@ def _verify_torchs(path: Path, folder: Path, report: Report) -> Verdict:
         return Verdict(path, "torch", 0, 1, size, [Damage(METADATA, 0, size, (), str(error))])
     damage = list(_of_parts(METADATA, source))
     items: list[tuple[Chunk, str, TensorType | None]] = [
-        (Chunk(whole(()), *place), name, None) for name, place in source.places.items()
+        (Chunk(full_box(()), *place), name, None) for name, place in source.places.items()
     ]
     items += [(chunk, name, source.tensors[name]) for name, chunks in source.chunks.items() for chunk in chunks]
     total = sum(chunk.length for chunk, *_ in items)
@@ -179,7 +179,7 @@ def _verify_torchs(path: Path, folder: Path, report: Report) -> Verdict:
 def _flaw_of_item(folder: Path, chunk: Chunk, kind: TensorType | None, buffer: ReusedMemory) -> str:
     """The fault of a part of a tensor, or of another item, which is not unpickled; "" if none."""
     try:
-        with opened(folder / chunk.file) as descriptor:
+        with open_readonly(folder / chunk.file) as descriptor:
             size = (folder / chunk.file).stat().st_size
             if size < chunk.stop:
                 return f"the file ends after {size} bytes"

@@ -160,13 +160,13 @@ class Save:
         """Replaces the tensors by copies, so that training may change the originals."""
         flat_tree = self.contents
         try:
-            copies = taken([box.values for box in flat_tree.boxes])
+            copies = snapshot_of([box.values for box in flat_tree.boxes])
             flat_tree.boxes = [replace(box, values=copy) for box, copy in zip(flat_tree.boxes, copies, strict=True)]
             flat_tree.plain = {name: copying.clone(x.cpu()) for name, x in flat_tree.plain.items()}
         except (OSError, RuntimeError) as error:
             self.failed = error
 
-    def forget(self) -> None:
+    def drop_tensors(self) -> None:
         """Drops references to tensors and copies once writing has ended, so that their memory can be reused."""
         self.contents.boxes.clear()
         self.contents.plain.clear()
@@ -179,8 +179,8 @@ class Save:
         """Writes everything to disk, and then renames it to its path."""
         task = f"save {self.path}"
         with folders.discarding(self.folder) if self.team.rank == 0 else contextlib.nullcontext():
-            alone = self._agreed(self.team.together(task, self._begin))
-            written = self.team.together(task, lambda: self._write_local(alone))
+            alone = self._agreed(self.team.run_and_gather(task, self._begin))
+            written = self.team.run_and_gather(task, lambda: self._write_local(alone))
             self._check_stopped()
             self.team.first(task, lambda: self._end(written, alone))
 
@@ -318,7 +318,7 @@ _memory: list[Tensor] = []
 _files: dict[tuple[int, str], File] = {}  # by process and folder; kept for the next call, as `_memory` is
 
 
-def taken(tensors: Sequence[Tensor]) -> list[Tensor]:
+def snapshot_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies tensors to memory that is kept for the next call; adjacent ones are copied at once.
 
     Raises:

@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     links = _read(args.links or args.chip, Links.load, presets.links)
     if args.ranks is not None:
         return _listed(args, links, chip)
-    made, tokens = _made(args)
+    made, tokens = _requested_plan(args)
     timeline = made.timed(links, chip, tokens=tokens)
     verdict = made.fits(args.fit or chip.memory, args.reserve)
     if args.schedule:
@@ -136,7 +136,7 @@ def _print_schedule(made: Plan, timeline: Timeline) -> None:
     print_table(head, rows, right=(0, 1, 2, 8, 9))
 
 
-def _made(args: argparse.Namespace) -> tuple[Plan, int | None]:
+def _requested_plan(args: argparse.Namespace) -> tuple[Plan, int | None]:
     """Returns the plan, and the tokens that a rank processes, if they are known."""
     setting = _setting(args, args.mesh)
     if args.model is not None:
@@ -145,7 +145,7 @@ def _made(args: argparse.Namespace) -> tuple[Plan, int | None]:
         return planned(known, setting, args.rank), each // args.mesh.get("tensor", 1)
     local_path(args.what, "plan: STEP")
     if ":" in args.what and not Path(args.what).exists():
-        return _own(args), None
+        return _user_plan(args), None
     if not Path(args.what).exists():
         raise ValueError(f"plan: there is no file {args.what!r}; for your own step write MODULE:FUNCTION")
     tokens = args.batch * args.sequence or None
@@ -157,7 +157,7 @@ _OF_MODELS = {fact.name: fact.default for fact in fields(Setting) if fact.name n
 _OF_MODELS |= dict.fromkeys(("params_on", "grads_on", "state_on"), "device")
 
 
-def _own(args: argparse.Namespace) -> Plan:
+def _user_plan(args: argparse.Namespace) -> Plan:
     """Returns the plan of the user's own step."""
     given = [f"--{name.replace('_', '-')}" for name, default in _OF_MODELS.items() if getattr(args, name) != default]
     if given:
@@ -196,7 +196,7 @@ def _listed(args: argparse.Namespace, links: Links, chip: Chip) -> int:
     if args.model is None:
         raise ValueError("plan: --ranks lists ways to train a known model: pass --model NAME, or --mesh AXES for STEP")
 
-    def told(each: Candidate) -> None:
+    def show_progress(each: Candidate) -> None:
         if sys.stderr.isatty():
             print(f"\r{each.setting}"[:100].ljust(100), end="", file=sys.stderr)
 
@@ -204,7 +204,7 @@ def _listed(args: argparse.Namespace, links: Links, chip: Chip) -> int:
     room = f"{size(memory)}, of which {size(reserve)} are left free"
     found = search(
         shape(args.model), args.ranks, memory, _setting(args, {"shard": args.ranks}), links, chip,
-        reserve=reserve, told=told,
+        reserve=reserve, told=show_progress,
     )  # fmt: skip
     if sys.stderr.isatty():
         print(file=sys.stderr)

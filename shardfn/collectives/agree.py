@@ -73,7 +73,7 @@ def agree(
     """
     for member in mesh if isinstance(mesh, Sequence) else [mesh]:
         try:
-            _agree(described, _along(member, axes), name, own_error, subject, before)
+            _agree(described, _axis_along(member, axes), name, own_error, subject, before)
         except Exception as error:
             if not isinstance(error, ValueError) and error is not own_error:
                 raise
@@ -108,14 +108,14 @@ def _agree(
     # A negative length marks a rank whose own arguments are wrong.
     row = torch.tensor([digest, -len(text) if own_error else len(text)], device="cpu")
     try:
-        with contextlib.nullcontext() if place is None else comparisons.at(place):
+        with contextlib.nullcontext() if place is None else comparisons.holding_at(place):
             note = f"{alone}. {advice}" if known else alone or ("" if described else advice)
             digests, marked = gathered(row, axis, None, f"comparing {topic}", name, note).T.tolist()
     except RuntimeError as error:
         parts = [str(error), alone] if waiting.elsewhere(error) else [alone, advice, str(error)]
         raise RuntimeError(bounded(". ".join(filter(None, parts)))) from waiting.cause(error)
     if len(set(digests)) > 1:
-        comparisons.alike()
+        comparisons.mark_common_error()
         rank_texts = texts(text, [*map(abs, marked)], axis, f"comparing {topic}, which differ", name)
     if own_error is not None:
         raise own_error
@@ -165,12 +165,14 @@ def _few(lines: list[str]) -> str:
 def _difference_of_arguments(lines: list[list[str]], axis: Axis, subject: tuple[str, str]) -> str:
     """Describes the differences between ranks' lines, the first of which names the operation."""
     if len({line[0].partition(_CALLED)[0] for line in lines}) > 1:
-        return f"ranks do different things: {told(axis, [_operation(row) for row in lines])}. {ALIKE}"
+        return f"ranks do different things: {format_rank_texts(axis, [_operation(row) for row in lines])}. {ALIKE}"
     plain = [[first, *map(_plain, rest)] for first, *rest in lines]
     # Values depend on dtypes and shapes, so checksums are told only if nothing else differs; if no line differs, the
     # order does.
     sentences = (
-        _sentences(plain, axis) or _sentences(lines, axis) or [told(axis, ["; ".join(row[1:]) for row in lines])]
+        _sentences(plain, axis)
+        or _sentences(lines, axis)
+        or [format_rank_texts(axis, ["; ".join(row[1:]) for row in lines])]
     )
     advice = _advised(subject, *plain)
     return f"{subject[0]} differ between ranks: {findings(sentences, 6)}. {advice}"
@@ -230,7 +232,7 @@ _CALLED = ", called at "
 ALIKE = "All ranks along an axis call the same collectives, on values of the same shape and dtype, in the same order"
 
 
-def told(axis: Axis, rank_texts: Sequence[str]) -> str:
+def format_rank_texts(axis: Axis, rank_texts: Sequence[str]) -> str:
     """Formats the texts of the ranks along an axis, in the order of `gathered`, with one entry for equal texts."""
     ranks_by_text: dict[str, list[int]] = {}
     for rank, text in zip(ranks_along(axis), rank_texts, strict=True):
@@ -283,7 +285,7 @@ def gathered(
 
     `operation`, `caller` and `note` are for the message of a rank that waits.
     """
-    axis = _along(mesh, axes)
+    axis = _axis_along(mesh, axes)
     if axis.size == 1:
         return row[None]
     # A separate group where backends allow: a rank that does not compare cannot answer with data of another collective.
@@ -292,7 +294,7 @@ def gathered(
         return kernels.all_gather(functorch.unwrapped(row)[None], 0, axis.size, group)
 
 
-def _along(mesh: DeviceMesh | Axis, axes: tuple[str, ...] | None) -> Axis:
+def _axis_along(mesh: DeviceMesh | Axis, axes: tuple[str, ...] | None) -> Axis:
     return mesh if isinstance(mesh, Axis) else axis_of(mesh, tuple(sizes(mesh)) if axes is None else axes)
 
 
@@ -324,7 +326,7 @@ def compare(op: str, values: str, axis: Axis, served: bool = False, by: str = DE
     leaf = f"{attribution.leaf}: " if attribution.leaf else ""
     item = f"{op}({leaf}{values})" if values else op
     line, failed = callers.caller(), comparisons.failure(axis.group)
-    call = op if served or _backward() else callers.asked(op)
+    call = op if served or _backward() else callers.api_name(op)
     axes = waiting.named(axis.group)
     inside = f" in {call}" if call != op else ""
     text = f"{item}{inside}{f' over {axes}' if axes else ''}{_purpose(served, line)}, called at {line}{failed}"
@@ -337,10 +339,10 @@ def compare(op: str, values: str, axis: Axis, served: bool = False, by: str = DE
         line if debugging.collectives and not served else "",
     ]
     counted = f"(number {place.inside} of the call at {place.where})" if place.inside else "(outside of any call)"
-    with comparisons.at(place), at_once(), unrecorded():
+    with comparisons.holding_at(place), at_once(), unrecorded():
         difference = _difference(repr(same), f"{text}\n{counted}", axis, by)
     if difference:
-        comparisons.alike()
+        comparisons.mark_common_error()
         advice = ALIKE + _DROPPED * ("in backward" in difference)
         raise ValueError(f"{by}: collectives differ between ranks: {difference}. {advice}")
 
@@ -383,4 +385,4 @@ def _difference(same: str, text: str, axis: Axis, by: str) -> str:
     rank_texts = texts(data, [*map(abs, lengths)], axis, "comparing collectives that differ", by)
     rank_lines = [text.split("\n") for text in rank_texts]
     distinct = len({lines[0] for lines in rank_lines}) > 1
-    return told(axis, [_operation(lines) if distinct else " ".join(lines) for lines in rank_lines])
+    return format_rank_texts(axis, [_operation(lines) if distinct else " ".join(lines) for lines in rank_lines])

@@ -79,7 +79,7 @@ class Attempt:
         self.over, self.lock, self.lane = False, threading.Lock(), lane()
 
     def __enter__(self) -> Attempt:
-        watchdog.looking[id(self)] = self._look
+        watchdog.looking[id(self)] = self._poll
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -103,7 +103,7 @@ class Attempt:
                 self.finish.barrier().wait()
             except RuntimeError:
                 # A rank that aborts the next attempt breaks the group, but it has passed this barrier: all ranks came.
-                if self.called_off() or not self._told(f"{self.next}/off"):
+                if self.called_off() or not self._is_set(f"{self.next}/off"):
                     raise
         while self.count.noted:  # all ranks have come here, so nobody reads these keys any more
             prefix = self.count.noted.pop()
@@ -113,14 +113,14 @@ class Attempt:
     def called_off(self, timeout_s: float = 0.0) -> bool:
         """Whether a rank has aborted the attempt, or does so within `timeout_s`."""
         limit = time.monotonic() + timeout_s
-        while not self._told(f"{self.prefix}/off"):
+        while not self._is_set(f"{self.prefix}/off"):
             if time.monotonic() >= limit:
                 return False
             time.sleep(0.01)
         return True
 
     def call_off(self, reason: str) -> None:
-        """Aborts the attempt on all ranks; each rank must then `interrupt` its groups and `meet` the others."""
+        """Aborts the attempt on all ranks; each rank must then `interrupt` its groups and `wait_for_outcomes`."""
         self.store.set(f"{self.prefix}/off", reason)
 
     def failed(self, reason: str) -> None:
@@ -135,11 +135,11 @@ class Attempt:
                 return
             with in_lane(self.lane):  # the watchdog thread is in no lane
                 self.groups = steps_groups(self.ranks)
-                late_checks.forget()
+                late_checks.drop_checks()
             self._release()
             process_groups.interrupt(self.groups)
 
-    def meet(self, own_outcome: Fared) -> dict[int, Fared]:
+    def wait_for_outcomes(self, own_outcome: Fared) -> dict[int, Fared]:
         """Waits until all ranks have reported on an aborted attempt; returns the outcome of each.
 
         Raises:
@@ -171,16 +171,16 @@ class Attempt:
             missing = [r for r in dist.get_process_group_ranks(group) if name not in fared[r].groups]
             if missing:
                 raise RuntimeError(f"{self.what}: ranks {missing} have not made the group {name} that this rank has")
-        messages.forget(groups)
-        waiting.forget(names)
+        messages.reset_messages(groups)
+        waiting.reset_waits(names)
         world_of_thread().agreed.pop(lane(), None)  # some ranks may have compared a stage already, and others not
-        late_checks.forget()
+        late_checks.drop_checks()
         forget_runs()
         gc.collect()
         for name, group in sorted(zip(names, groups, strict=True), key=lambda pair: pair[0]):
             process_groups.renew(group, f"{self.prefix}/again/{name}", self.store)
 
-    def _told(self, key: str) -> bool:
+    def _is_set(self, key: str) -> bool:
         with contextlib.suppress(RuntimeError):
             return bool(self.store.check([key]))
         return False
@@ -195,7 +195,7 @@ class Attempt:
         reason = f"{self.what} was called off: {self.store.get(f'{self.prefix}/off').decode()}"
         waiting.release([group.group_name for group in self.groups or ()], reason)
 
-    def _look(self, store: Any) -> None:
+    def _poll(self, store: Any) -> None:
         """Wakes this rank if the attempt was aborted; the watchdog thread calls it at every tick."""
         if store.check([f"{self.prefix}/off"]):
             store.add(f"{self.prefix}/beat/{self.rank}", 1)

@@ -28,7 +28,7 @@ import optree
 import torch
 from torch import Tensor
 
-from shardfn.callers import asked
+from shardfn.callers import api_name
 from shardfn.check import recording
 from shardfn.collectives import kernels, ops
 from shardfn.collectives.ledger import attribution
@@ -383,12 +383,14 @@ def _over(x: T, axis: AxisName, name: str, f: Callable[[Tensor, Axis], Call]) ->
 
     pieces = {} if recorder is None or isinstance(x, Tensor) else recording.pieces(x)
 
-    def on(leaf: Any) -> Any:
+    def apply_to_leaf(leaf: Any) -> Any:
         tensor = leaf
         if isinstance(leaf, (int, float)) and not isinstance(leaf, bool):
             tensor = torch.full((), leaf, device=current_device())  # a copy would make the host wait
         elif not isinstance(leaf, Tensor):
-            raise TypeError(f"{asked(name)} takes tensors and numbers, or pytrees of them; got {type(leaf).__name__}")
+            raise TypeError(
+                f"{api_name(name)} takes tensors and numbers, or pytrees of them; got {type(leaf).__name__}"
+            )
         if recorder is not None:
             number = None if tensor is leaf else leaf
             recorder.called(name, as_names(axis), tensor, number, axis, pieces.get(id(leaf), ()))
@@ -398,13 +400,13 @@ def _over(x: T, axis: AxisName, name: str, f: Callable[[Tensor, Axis], Call]) ->
         return kernels.copy(tensor) if tensor is leaf else tensor
 
     if isinstance(x, Tensor) or (recorder is None and not debugging.collectives):
-        return on(x) if isinstance(x, Tensor) else optree.tree_map(on, x)
+        return apply_to_leaf(x) if isinstance(x, Tensor) else optree.tree_map(apply_to_leaf, x)
     paths, leaves, tree = optree.tree_flatten_with_accessor(x)
     results = []
     try:
         for path, leaf in zip(paths, leaves, strict=True):
             attribution.leaf = dotted(path)  # which identifies the leaf when ranks compare
-            results.append(on(leaf))
+            results.append(apply_to_leaf(leaf))
     finally:
         attribution.leaf = ""
     return optree.tree_unflatten(tree, results)
@@ -413,7 +415,7 @@ def _over(x: T, axis: AxisName, name: str, f: Callable[[Tensor, Axis], Call]) ->
 def _dim(x: Tensor, dim: int, name: str, argument: str) -> int:
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(
-            f"{asked(name)}: {argument}={dim}, but the tensor has shape {tuple(x.shape)}, of {x.ndim} dimensions"
+            f"{api_name(name)}: {argument}={dim}, but the tensor has shape {tuple(x.shape)}, of {x.ndim} dimensions"
         )
     return dim % x.ndim
 
@@ -423,8 +425,8 @@ def _divisible(x: Tensor, dim: int, axis: AxisName, bound: Axis, name: str, argu
     if x.shape[d] % bound.size:
         padded = -(-x.shape[d] // bound.size) * bound.size
         raise ValueError(
-            f"{asked(name)} over {axis!r} cuts dimension {d} of shape {tuple(x.shape)} into {bound.size} equal pieces, "
-            f"but {x.shape[d]} does not divide by {bound.size}: pad it to {padded}"
+            f"{api_name(name)} over {axis!r} cuts dimension {d} of shape {tuple(x.shape)} into {bound.size} equal "
+            f"pieces, but {x.shape[d]} does not divide by {bound.size}: pad it to {padded}"
         )
     return d
 
@@ -433,7 +435,7 @@ def _summable(x: Tensor, axis: Axis, name: str) -> tuple[str]:
     """Returns the group to sum over; raises TypeError if the dtype cannot be summed."""
     if x.dtype == torch.bool or (x.device.type == "cpu" and x.dtype not in kernels.SUMMABLE and not x.is_complex()):
         raise TypeError(
-            f"{asked(name)} cannot add {x.dtype} on {x.device.type}: cast first, for example x.to(torch.int64)"
+            f"{api_name(name)} cannot add {x.dtype} on {x.device.type}: cast first, for example x.to(torch.int64)"
         )
     return (axis.group,)
 
@@ -441,5 +443,5 @@ def _summable(x: Tensor, axis: Axis, name: str) -> tuple[str]:
 def _ordered(x: Tensor, axis: Axis, name: str) -> tuple[str]:
     """Returns the group to compare over; raises TypeError if the dtype has no order."""
     if x.is_complex():
-        raise TypeError(f"{asked(name)}: complex numbers have no order; got {x.dtype}")
+        raise TypeError(f"{api_name(name)}: complex numbers have no order; got {x.dtype}")
     return (axis.group,) if x.dtype == torch.bool else _summable(x, axis, name)

@@ -64,14 +64,14 @@ class Communicator:
     @functools.cached_property
     def gathers(self) -> Any:
         """The group that moves parameters; all ranks make it together."""
-        return self._own("gather")
+        return self._own_group("gather")
 
     @functools.cached_property
     def reductions(self) -> Any:
         """The group that moves gradients; all ranks make it together."""
-        return self._own("reduce")
+        return self._own_group("reduce")
 
-    def _own(self, use: str) -> Any:
+    def _own_group(self, use: str) -> Any:
         """The axes' group; on NCCL a separate group, as NCCL serializes the collectives of one communicator.
 
         So gathers ahead of need, reductions, and the program's own collectives do not wait for each other.
@@ -79,7 +79,7 @@ class Communicator:
         if not process_groups.connects_late(self.group, self.device.type):
             return self.group
         group = connected(group_over(dist.get_process_group_ranks(self.group), use), self.device)
-        waiting.along(group.group_name, " x ".join(self.names))
+        waiting.name_axes(group.group_name, " x ".join(self.names))
         return group
 
 

@@ -95,12 +95,12 @@ def late_checks() -> LateChecks:
     return world_of_thread().agreed.setdefault(f"late checks {lane()}", LateChecks())
 
 
-def forget() -> None:
+def drop_checks() -> None:
     """Drops all checks of this lane, whose data may never have arrived."""
     world_of_thread().agreed.pop(f"late checks {lane()}", None)
 
 
-def look(device: torch.device, wait: bool = False) -> None:
+def poll_checks(device: torch.device, wait: bool = False) -> None:
     """Runs the checks of a device whose data has arrived, as `LateChecks.read`."""
     if device.type != "cpu":
         late_checks().read(wait)

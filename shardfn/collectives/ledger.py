@@ -170,18 +170,18 @@ def recording() -> bool:
 
 def record_buffers(nbytes: int) -> None:
     """Enters the size in bytes of the buffers for gathered parameters."""
-    for log in _heard():
+    for log in _listening():
         log.gathered = max(log.gathered, nbytes)
 
 
 def record_again(log: Ledger) -> None:
     """Enters the collectives of a captured step that was replayed."""
-    for other in _heard():
+    for other in _listening():
         other.records += log.records
         other.gathered = max(other.gathered, log.gathered)
 
 
-def _heard() -> list[Ledger]:
+def _listening() -> list[Ledger]:
     """Returns the ledgers open on this thread; on an autograd thread, those of the one thread that records."""
     if attribution.silent:
         return []
@@ -199,7 +199,7 @@ def record(
     backward: bool | None = None,
 ) -> None:
     """Enters a collective on the group of this name in the ledgers that are open here."""
-    logs = _heard()
+    logs = _listening()
     if not logs or torch.compiler.is_compiling():
         return
     if axis is None:

@@ -40,7 +40,7 @@ class GlooPeers:
     calls: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     @property
-    def others(self) -> list[int]:
+    def other_ranks(self) -> list[int]:
         """All ranks but this one, starting with the next, so that not all send to the same rank at once."""
         return [(self.index + step) % self.size for step in range(1, self.size)]
 
@@ -65,9 +65,9 @@ def peers(x: Tensor, group: str) -> GlooPeers | None:
     return entry[1]
 
 
-def forget(groups: Sequence[Any]) -> None:
+def reset_messages(groups: Sequence[Any]) -> None:
     """Drops the state of these groups, whose collectives have ended; call numbers start again."""
-    settle()  # works that are queued must fail on the ended group, before it is renewed
+    flush_launcher()  # works that are queued must fail on the ended group, before it is renewed
     for group in groups:
         _left.pop(group, None)
         _known.pop(group.group_name, None)
@@ -77,7 +77,9 @@ def gather(p: GlooPeers, x: Tensor, *kind: Hashable) -> Tensor:
     """Returns every rank's `x`, stacked: `[size, *x.shape]`."""
     gathered = x.new_empty((p.size, *x.shape))
     pieces, own_piece = gathered.unbind(), _sendable(x)
-    wait = start(p, (*kind, x.dtype, x.shape), [(i, pieces[i]) for i in p.others], [(i, own_piece) for i in p.others])
+    wait = start(
+        p, (*kind, x.dtype, x.shape), [(i, pieces[i]) for i in p.other_ranks], [(i, own_piece) for i in p.other_ranks]
+    )
     pieces[p.index].copy_(own_piece)
     wait()
     return gathered
@@ -87,7 +89,9 @@ def exchange(p: GlooPeers, x: Tensor, *kind: Hashable) -> Tensor:
     """Sends `x[j]` of rank `i` to rank `j` as its row `i`: `[size, ...] -> [size, ...]`."""
     received = torch.empty_like(x, memory_format=torch.contiguous_format)
     into, out = received.unbind(), _sendable(x).unbind()
-    wait = start(p, (*kind, x.dtype, x.shape), [(i, into[i]) for i in p.others], [(i, out[i]) for i in p.others])
+    wait = start(
+        p, (*kind, x.dtype, x.shape), [(i, into[i]) for i in p.other_ranks], [(i, out[i]) for i in p.other_ranks]
+    )
     into[p.index].copy_(out[p.index])
     wait()
     return received
@@ -106,11 +110,11 @@ def reduce(p: GlooPeers, x: Tensor, op: str) -> Tensor:
         start(p, kind, [], [(0, own_piece)])()
         start(p, (*kind, "back"), [(0, slots[0])], [])()
         return slots[0]
-    wait = start(p, kind, [(i, slots[i]) for i in p.others], [])
+    wait = start(p, kind, [(i, slots[i]) for i in p.other_ranks], [])
     slots[0].copy_(own_piece)
     wait()
     total = combined(slots, op)
-    start(p, (*kind, "back"), [], [(i, total) for i in p.others])()
+    start(p, (*kind, "back"), [], [(i, total) for i in p.other_ranks])()
     return total
 
 
@@ -122,12 +126,12 @@ def _reduce_in_pieces(p: GlooPeers, x: Tensor, op: str, kind: What) -> Tensor:
     own_piece = pieces[p.index]
     received = own_piece.new_empty((p.size - 1, own_piece.numel())).unbind()
     parts = [*received[: p.index], own_piece, *received[p.index :]]  # by rank
-    start(p, kind, [(i, parts[i]) for i in p.others], [(i, pieces[i]) for i in p.others])()
+    start(p, kind, [(i, parts[i]) for i in p.other_ranks], [(i, pieces[i]) for i in p.other_ranks])()
     if p.index < 2:  # the first addition reads `own_piece` and may overwrite it; later ones would read the sum
         combined(parts, op, out=own_piece)
     else:
         own_piece.copy_(combined(parts, op))
-    start(p, (*kind, "back"), [(i, pieces[i]) for i in p.others], [(i, own_piece) for i in p.others])()
+    start(p, (*kind, "back"), [(i, pieces[i]) for i in p.other_ranks], [(i, own_piece) for i in p.other_ranks])()
     return out
 
 
@@ -152,7 +156,7 @@ def permute(p: GlooPeers, x: Tensor, source: Sequence[int]) -> Callable[[], Tens
         own_piece if own_source == p.index else x.new_zeros(x.shape) if own_source < 0 else own_piece.new_empty(x.shape)
     )
     into = [(own_source, out)] if own_source not in (-1, p.index) else []
-    targets = [i for i in p.others if source[i] == p.index]
+    targets = [i for i in p.other_ranks if source[i] == p.index]
     arrive = start(p, ("ppermute", tuple(source), x.dtype, x.shape), into, [(i, own_piece) for i in targets])
 
     def wait() -> Tensor:
@@ -170,8 +174,8 @@ def ragged(p: GlooPeers, x: Tensor, send: Sequence[int], receive: Sequence[int],
     number, group = next(p.calls), p.group()
 
     def begin() -> list[Any]:
-        works = [group.recv([into[i]], i, _tag((*row_kind, receive[i]), number)) for i in p.others if receive[i]]
-        return works + [group.send([out[i]], i, _tag((*row_kind, send[i]), number)) for i in p.others if send[i]]
+        works = [group.recv([into[i]], i, _tag((*row_kind, receive[i]), number)) for i in p.other_ranks if receive[i]]
+        return works + [group.send([out[i]], i, _tag((*row_kind, send[i]), number)) for i in p.other_ranks if send[i]]
 
     works = Launched(begin, group)
     into[p.index].copy_(out[p.index])
@@ -287,7 +291,7 @@ def launch(start: Callable[[], list[Any]]) -> Future[list[Any]]:
     return done
 
 
-def settle() -> None:
+def flush_launcher() -> None:
     """Waits until all works queued on the lane's launcher have been started."""
     launcher = _launchers.get(lane())
     if launcher is not None:

@@ -124,15 +124,15 @@ def described(name: str, x: Tensor, statics: dict[str, Any]) -> str:
 
 
 def _compared(name: str, x: Tensor, statics: dict[str, Any]) -> None:
-    def on(axis: Axis, by: str) -> None:
+    def compare_along(axis: Axis, by: str) -> None:
         compare(name, described(name, x, statics), axis, by=by)
         if name == "ragged_all_to_all":
             _compare_lengths(statics, axis)
 
-    _on_all_ranks(on, statics["group"])
+    _on_all_ranks(compare_along, statics["group"])
 
 
-def alike(name: str, axis: AxisName, x: Tensor, described: Callable[[], list[str]], advice: str) -> None:
+def compare_arguments(name: str, axis: AxisName, x: Tensor, described: Callable[[], list[str]], advice: str) -> None:
     """Compares the arguments of a function that runs several collectives, in the debug mode or in a checked call.
 
     Args:

@@ -68,7 +68,7 @@ def redistribute(x: Any, pattern: str) -> Any:
     for axis in axes:
         bound_axis(axis, f"redistribute pattern {pattern!r}")
 
-    def moved(leaf: Any) -> Tensor:
+    def redistribute_leaf(leaf: Any) -> Tensor:
         if not isinstance(leaf, Tensor):
             raise TypeError(f"redistribute takes tensors, or pytrees of them; got {type(leaf).__name__}")
         if leaf.ndim != len(names):
@@ -84,7 +84,7 @@ def redistribute(x: Any, pattern: str) -> Any:
                 raise type(error)(message) from None
         return leaf if steps else kernels.copy(leaf)  # a copy, since results may be written to
 
-    return optree.tree_map(moved, x)
+    return optree.tree_map(redistribute_leaf, x)
 
 
 @lru_cache(maxsize=1024)

@@ -35,7 +35,7 @@ class Scheduled(ABC):
         """A description, the same on every rank that takes part."""
 
     @abstractmethod
-    def like(self, inputs: Sequence[Tensor | None]) -> list[Tensor]:
+    def empty_results(self, inputs: Sequence[Tensor | None]) -> list[Tensor]:
         """Tensors with the shapes and dtypes of its results; their values are not used."""
 
     @abstractmethod
@@ -71,5 +71,7 @@ def run(work: Scheduled, inputs: Sequence[Tensor | None]) -> list[Tensor]:
 
 
 LIBRARY.define("scheduled(Tensor?[] inputs, int number) -> Tensor[]")
-torch.library.register_fake(f"{LIBRARY.ns}::scheduled", lambda inputs, number: known(number).like(inputs), lib=LIBRARY)
+torch.library.register_fake(
+    f"{LIBRARY.ns}::scheduled", lambda inputs, number: known(number).empty_results(inputs), lib=LIBRARY
+)
 SCHEDULED: Any = getattr(torch.ops, LIBRARY.ns).scheduled.default

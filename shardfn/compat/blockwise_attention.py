@@ -120,7 +120,7 @@ class _Attention(torch.autograd.Function):
         sums: list[list[Tensor]] = [[], []]
         for n, rows, p, x, k_, v_ in _blocks(q, k, v, hidden, ctx.scale):
             c = _wide(ct[n, rows])
-            ds = _along(p, c @ v_.mT)
+            ds = _softmax_jvp(p, c @ v_.mT)
             dq.append(ds @ k_ * ctx.scale)
             for total, new in zip(sums, (ds.mT @ x, p.mT @ c), strict=True):
                 padded = F.pad(new, (0, 0, 0, k.shape[-2] - new.shape[-2]))
@@ -142,7 +142,7 @@ class _Attention(torch.autograd.Function):
         for n, rows, p, x, k_, v_ in _blocks(q, k, v, hidden, ctx.scale):
             visible = slice(k_.shape[-2])
             ds = _wide(tq[n, rows]) * ctx.scale @ k_.mT + x @ _wide(tk[n])[:, visible].mT
-            outputs.append(_along(p, ds) @ v_ + p @ _wide(tv[n])[:, visible])
+            outputs.append(_softmax_jvp(p, ds) @ v_ + p @ _wide(tv[n])[:, visible])
         return _joined(outputs, q, k, ctx.causal)
 
 
@@ -153,11 +153,11 @@ class _Hidden(NamedTuple):
     at: Tensor | None
     causal: bool
 
-    def seen(self, rows: slice, keys: int) -> slice:
+    def visible_keys(self, rows: slice, keys: int) -> slice:
         """The keys that any of these rows may see."""
         return slice(min(keys, rows.stop) if self.causal else keys)
 
-    def of(self, n: slice, rows: slice, scores: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def mask_for(self, n: slice, rows: slice, scores: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """The bias of some rows of some heads, and a mask of the keys, or rows, without weight."""
         if self.causal:
             places = torch.arange(scores.shape[-1], device=scores.device)
@@ -194,10 +194,10 @@ def _blocks(
     for n in heads:
         k_, v_ = _wide(k[n]), _wide(v[n])
         for rows in blocks:
-            visible = hidden.seen(rows, k.shape[-2])
+            visible = hidden.visible_keys(rows, k.shape[-2])
             x = _wide(q[n, rows]) * scale
             scores = x @ k_[:, visible].mT
-            added, without = hidden.of(n, rows, scores)
+            added, without = hidden.mask_for(n, rows, scores)
             scores = scores if added is None else scores + added
             p = _Weights.apply(scores, without, hidden.causal)  # type: ignore[no-untyped-call]
             yield n, rows, p, x, k_[:, visible], v_[:, visible]
@@ -231,7 +231,7 @@ class _Scratch:
     def weights(self, slot: int, n: slice, rows: slice, x: Tensor, keys: Tensor, hidden: _Hidden) -> Tensor:
         """A softmax of scores, for which the next block is used, too."""
         scores = self.products(slot + 1, x, keys)
-        added, without = hidden.of(n, rows, scores)
+        added, without = hidden.mask_for(n, rows, scores)
         if hidden.causal and without is not None:
             first = min(rows.start, scores.shape[-1])
             scores[..., first:].masked_fill_(without[:, first:], -math.inf)
@@ -257,7 +257,7 @@ def _in_place(
         tk, tv = (_wide(t[n]) for t in tangents[1:]) if tangents else (k_, v_)
         keys = torch.cat([k_, tk], -1)
         for rows in blocks:
-            visible = hidden.seen(rows, k.shape[-2])
+            visible = hidden.visible_keys(rows, k.shape[-2])
             x = _wide(q[n, rows]) * scale
             p = scratch.weights(0, n, rows, x, k_[:, visible], hidden)
             if not tangents:
@@ -281,7 +281,7 @@ def _gradients_in_place(
         k_, v_, tk_, tv_ = (_wide(x[n]) for x in (k, v, tk, tv))
         keys, columns = torch.cat([k_, tk_], -1), torch.cat([v_, tv_], -1)
         for rows in blocks:
-            visible = hidden.seen(rows, k.shape[-2])
+            visible = hidden.visible_keys(rows, k.shape[-2])
             x, tx = (_wide(y[n, rows]) * scale for y in (q, tq))
             c, tc = (_wide(y[n, rows]) for y in (ct, tct))
             p = scratch.weights(0, n, rows, x, k_[:, visible], hidden)
@@ -329,14 +329,14 @@ class _Weights(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, ct: Tensor) -> tuple[Tensor, None, None]:
-        return _along(ctx.saved_tensors[0], ct), None, None
+        return _softmax_jvp(ctx.saved_tensors[0], ct), None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
-        return _along(ctx.saved_tensors[0], tangent)
+        return _softmax_jvp(ctx.saved_tensors[0], tangent)
 
 
-def _along(weights: Tensor, x: Tensor) -> Tensor:
+def _softmax_jvp(weights: Tensor, x: Tensor) -> Tensor:
     """The Jacobian of a softmax, which is symmetric, times a tensor."""
     weighted = weights * x
     return weighted - weights * weighted.sum(-1, keepdim=True)

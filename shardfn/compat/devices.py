@@ -16,13 +16,13 @@ clears: list[Callable[[], None]] = []  # callbacks that drop cached objects on d
 
 
 def cached(function: Callable[P, T]) -> Callable[P, T]:
-    """`functools.lru_cache` for objects on a device, such as small tensors and streams; `forget` clears it."""
+    """`functools.lru_cache` for objects on a device, such as small tensors and streams; `clear_caches` clears it."""
     cached_function = functools.lru_cache(maxsize=4096)(function)
     clears.append(cached_function.cache_clear)
     return cast(Callable[P, T], cached_function)
 
 
-def forget() -> None:
+def clear_caches() -> None:
     """Drops cached objects on devices: a later simulated device of the same name does not know them."""
     for clear in clears:
         clear()

@@ -115,7 +115,7 @@ def applications_seen(callback: Callable[[Any, Sequence[Any]], None]) -> Iterato
             restore(function)
         forward = function.forward
 
-        def seen(*args: Any) -> Any:
+        def observed_forward(*args: Any) -> Any:
             if threading.get_ident() == thread:
                 restore(function)
                 dead, dead_arguments[:] = dead_arguments[:], []
@@ -124,7 +124,7 @@ def applications_seen(callback: Callable[[Any, Sequence[Any]], None]) -> Iterato
                 del dead  # what is kept longer is gathered again
             return forward(*args)
 
-        replaced[function], function.forward = function.__dict__.get("forward"), staticmethod(seen)
+        replaced[function], function.forward = function.__dict__.get("forward"), staticmethod(observed_forward)
 
     module.unwrap_dead_wrappers, kind.__init__ = unwrap_dead_wrappers, begin
     try:

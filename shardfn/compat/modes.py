@@ -68,7 +68,7 @@ def _policies_unseen() -> Iterator[None]:
         yield
 
 
-def seen() -> Any:
+def visible_to_modes() -> Any:
     """Returns a context in which modes see ops, also where torch's own code has hidden them."""
     hidden = torch._C.DispatchKeySet(torch._C.DispatchKey.Python) | torch._C.DispatchKeySet(
         torch._C.DispatchKey.PythonTLSSnapshot

@@ -24,7 +24,7 @@ def replaced(place: Any, **replacements: Any) -> Iterator[None]:
             setattr(place, name, plain)
 
 
-def lent() -> Any:
+def without_parametrize_cache() -> Any:
     """A context in which parametrized weights are computed at each use, as outside of `parametrize.cached()`.
 
     It also skips setting a parametrized tensor to itself, which changes no number but counts as a write.

@@ -64,7 +64,7 @@ class ResultStructure:
     kinds: list[Any]
 
     @staticmethod
-    def of(leaves: Sequence[Any], tree: optree.PyTreeSpec) -> ResultStructure:
+    def from_leaves(leaves: Sequence[Any], tree: optree.PyTreeSpec) -> ResultStructure:
         """The form of these leaves."""
         return ResultStructure(tree, [(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves])
 
@@ -111,7 +111,7 @@ class StepProgram:
         watch = StepWatch(self.name, _tensors(leaves), self.device)
         results, tree = self.watched(watch, leaves)
         late_checks.after_replay(watch.late)
-        self.notes, self.form = watch.notes, ResultStructure.of(results, tree)
+        self.notes, self.form = watch.notes, ResultStructure.from_leaves(results, tree)
         return results, tree
 
     def watched(self, watch: StepWatch, leaves: list[Any]) -> tuple[list[Any], optree.PyTreeSpec]:
@@ -146,7 +146,7 @@ class StepProgram:
         """Raises RuntimeError for results that differ from earlier ones, cannot stay in the memory of an argument, or
         are not in a graph.
         """
-        if self.form is not None and (difference := self.form.difference(ResultStructure.of(results, tree))):
+        if self.form is not None and (difference := self.form.difference(ResultStructure.from_leaves(results, tree))):
             raise RuntimeError(f"{self.name}: the step returns {difference}: a program always returns the same")
         for i, j in self.roles.carried.items():
             x, y = leaves[i], results[j] if j < len(results) else None
@@ -195,7 +195,7 @@ class Captured:
         if self.graph is None:
             results = self._on_cpu(leaves, first)
         else:
-            late_checks.look(self.program.device)
+            late_checks.poll_checks(self.program.device)
             forget_gathered(self.program.device)
             self._record_stream()
             if not first:
@@ -229,7 +229,7 @@ class Captured:
         shared = {autograd.storage_of(arguments[i]) for i in carried}
         carried_results = set(carried.values())
         return [
-            _apart(x, shared) if isinstance(x, Tensor) and j not in carried_results else x
+            _unshared(x, shared) if isinstance(x, Tensor) and j not in carried_results else x
             for j, x in enumerate(results)
         ]
 
@@ -267,7 +267,7 @@ def captured(program: StepProgram, leaves: list[Any], stream: Any, pool: Any) ->
     """
     if program.device.type == "cpu":
         return Captured(program)
-    late_checks.look(program.device, wait=True)
+    late_checks.poll_checks(program.device, wait=True)
     forget_gathered(program.device)
     carried = program.roles.carried
     arguments = [
@@ -317,7 +317,7 @@ def _carry(program: StepProgram, arguments: list[Any], results: list[Any]) -> No
             target.copy_(x)
 
 
-def apart(leaves: list[Any], tree: optree.PyTreeSpec) -> Any:
+def unshared_result(leaves: list[Any], tree: optree.PyTreeSpec) -> Any:
     """The result of a call without a program: what one part of it shares with another before is a copy.
 
     One of them may become an argument again, which a program overwrites.
@@ -347,5 +347,5 @@ def meaning(x: Tensor) -> tuple[Any, ...]:
     return x.dtype, x.shape, x.stride(), x.is_conj(), x.is_neg()
 
 
-def _apart(x: Tensor, shared: set[int]) -> Tensor:
+def _unshared(x: Tensor, shared: set[int]) -> Tensor:
     return x.detach().clone() if autograd.storage_of(x) in shared else x.detach()

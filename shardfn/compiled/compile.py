@@ -19,7 +19,7 @@ from shardfn.collectives import late_checks
 from shardfn.collectives.agree import agree, failing_together
 from shardfn.compat import autograd, inductor, process_groups
 from shardfn.compiled import regions
-from shardfn.compiled.captured import ResultStructure, StepProgram, apart, donate
+from shardfn.compiled.captured import ResultStructure, StepProgram, donate, unshared_result
 from shardfn.compiled.graphed import ALIKE, NTH_CALL, Graphs, host_checks
 from shardfn.compiled.tracing import TENSOR, TracedCall
 from shardfn.mesh import comparisons, watchdog
@@ -81,8 +81,8 @@ class Programs(Graphs):
 
     def _warm_up(self, program: StepProgram, leaves: list[Any]) -> Any:
         results, tree = program.step(leaves)
-        program.form = ResultStructure.of(results, tree)
-        return apart(results, tree)
+        program.form = ResultStructure.from_leaves(results, tree)
+        return unshared_result(results, tree)
 
     def _refuse_unfit(self, program: StepProgram, leaves: list[Any]) -> None:
         self._refuse_away(program, leaves)
@@ -98,7 +98,7 @@ class Programs(Graphs):
         meshes = list(self._meshes(args, kwargs))
         with failing_together(meshes, self.name):
             self._refuse_unfit(program, leaves)
-            trace = TracedCall.of(program, leaves)
+            trace = TracedCall.of_call(program, leaves)
             trace.schedule()
         agree([NTH_CALL.format("second"), *trace.collectives], meshes, self.name, subject=_COLLECTIVES)
         shapes = [
@@ -159,7 +159,7 @@ class _Compiled:
                 self._compare(leaves)
             agree([NTH_CALL.format("third")], self.meshes, program.name, subject=ALIKE)
         self.times += 1
-        late_checks.look(program.device)
+        late_checks.poll_checks(program.device)
         inputs = [leaves[i].detach() for i in trace.at]
         self._refuse_shared(leaves, inputs)
         try:
@@ -203,7 +203,7 @@ class _Compiled:
 
     def _compare(self, leaves: list[Any]) -> None:
         """Raises RuntimeError if the step does something else than when it was traced."""
-        other = TracedCall.of(self.trace.program, leaves, self.trace.outside)
+        other = TracedCall.of_call(self.trace.program, leaves, self.trace.outside)
         if difference := self.trace.difference(other):
             raise RuntimeError(
                 f"{other.program.name}: the step does {difference}: a compiled program cannot change. Pass tensors "

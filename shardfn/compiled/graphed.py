@@ -18,8 +18,8 @@ from shardfn.collectives.agree import agree, failing_together
 from shardfn.collectives.capturing import capturing, current
 from shardfn.compat import dispatch, dynamo, functorch
 from shardfn.compat.replacing import replaced
-from shardfn.compiled.captured import Captured, Donated, Roles, StepProgram, apart, captured
-from shardfn.compiled.surroundings import changed, kept, surroundings
+from shardfn.compiled.captured import Captured, Donated, Roles, StepProgram, captured, unshared_result
+from shardfn.compiled.surroundings import captured_values, changed, unchanged_values
 from shardfn.debugging import KINDS, debugging
 from shardfn.mesh.scope import current_mesh, mesh_of
 from shardfn.mesh.spec import dotted
@@ -27,7 +27,7 @@ from shardfn.quoting import listed, short
 from shardfn.shards.layout import flat_shards
 from shardfn.tracebacks import api_boundary
 from shardfn.transforms.autodiff import name_of
-from shardfn.transforms.checking import asked
+from shardfn.transforms.checking import check_setting
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -228,12 +228,14 @@ class Graphs:
             numbers = {i: known.get(i, x) for i, x in enumerate(leaves) if type(x) in _NUMBERS}
             label = functools.partial(_label, self.step, tree)
             if earlier is None:  # new to one rank alone, it would wait for others that run theirs
-                self._meet(key, label, leaves, list(self._meshes(args, kwargs)))
+                self._compare_with_ranks(key, label, leaves, list(self._meshes(args, kwargs)))
             program = StepProgram(self.name, run, device, roles, numbers, label, calls=int(earlier is not None))
             self.programs[key] = program
         return program
 
-    def _meet(self, key: Any, label: Callable[[int], str], leaves: list[Any], meshes: list[DeviceMesh]) -> None:
+    def _compare_with_ranks(
+        self, key: Any, label: Callable[[int], str], leaves: list[Any], meshes: list[DeviceMesh]
+    ) -> None:
         """Raises an error on all ranks unless these arguments are new to all of them."""
         tree, kinds = key[:2]
         previous = next((known for other, known, *_ in reversed(self.programs) if other == tree), kinds)
@@ -263,9 +265,9 @@ class Graphs:
         What changed between two calls that did the same is none of the graph's.
         """
         if program.calls == self.settled - 1:
-            program.around = surroundings(self.step)
+            program.around = captured_values(self.step)
         elif program.calls == self.settled:
-            program.around = kept(program.around, surroundings(self.step))
+            program.around = unchanged_values(program.around, captured_values(self.step))
         elif change := changed(program.around, self.step):
             raise RuntimeError(
                 f"{self.name}: {change}: a program keeps what the step read when the program was made. Pass numbers as "
@@ -295,7 +297,7 @@ class Graphs:
             for x in results:
                 if isinstance(x, Tensor) and x.device.type == program.device.type:
                     x.record_stream(current)
-        return apart(results, tree)
+        return unshared_result(results, tree)
 
     def _captured(self, program: StepProgram, leaves: list[Any], args: Any, kwargs: Any) -> Captured:
         """Captures a call on all ranks, or raises on all."""
@@ -352,7 +354,7 @@ class Graphs:
 def host_checks(kinds: Iterable[str] = KINDS) -> list[str]:
     """The checks that are on, of these debug modes and others, of which the host makes some in each call."""
     enabled = [f"debug({name}=True)" for name in kinds if getattr(debugging, name)]
-    enabled += ["SHARDFN_CHECK=always"] if asked() == "always" else []
+    enabled += ["SHARDFN_CHECK=always"] if check_setting() == "always" else []
     return [*enabled, *(["torch.autograd.detect_anomaly"] if torch.is_anomaly_enabled() else [])]
 
 
@@ -383,14 +385,14 @@ def _carried(values: list[Any], result: Any) -> dict[int, int]:
             known.setdefault(id(part), index)
     matches: dict[int, int] = {}
 
-    def look(value: Any, inner: optree.PyTreeSpec, start: int) -> None:
+    def match_subtree(value: Any, inner: optree.PyTreeSpec, start: int) -> None:
         size, tensors = inner.num_leaves, _tensors(optree.tree_leaves(value))
         match = known.get((inner, tensors)) if tensors else None if inner.is_leaf() else known.get(id(value))
         if match is not None:
             matches.update((start + k, match + k) for k in range(size))
         elif not inner.is_leaf():
             for child, part in zip(optree.tree_flatten_one_level(value)[0], inner.children(), strict=True):
-                look(child, part, start)
+                match_subtree(child, part, start)
                 start += part.num_leaves
 
     start = 0
@@ -398,7 +400,7 @@ def _carried(values: list[Any], result: Any) -> dict[int, int]:
         inner = optree.tree_structure(value)
         match = next((index for index, part in top if value is part), None)
         if match is None:
-            look(value, inner, start)
+            match_subtree(value, inner, start)
         else:
             matches.update((start + k, match + k) for k in range(inner.num_leaves))
         start += inner.num_leaves

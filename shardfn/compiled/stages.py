@@ -54,7 +54,7 @@ class GatherFunction(Scheduled):
     def __str__(self) -> str:
         return f"gather {self.plan.stage}: {', '.join(f'{g.layout.padded} {g.dtype}' for g in self.plan.each)}"
 
-    def like(self, inputs: Sequence[Tensor | None]) -> list[Tensor]:
+    def empty_results(self, inputs: Sequence[Tensor | None]) -> list[Tensor]:
         """Tensors like its results."""
         return like_gathered(self.plan, self.pieces, self.schedule.device)
 
@@ -103,7 +103,7 @@ class Reducing(Scheduled):
         layout = self.reduction.layout
         return f"reduce {layout.stage}: {layout.padded} {self.reduction.dtypes.sum}, {self.part}"
 
-    def like(self, inputs: Sequence[Tensor | None]) -> list[Tensor]:
+    def empty_results(self, inputs: Sequence[Tensor | None]) -> list[Tensor]:
         """Tensors like its results."""
         n, split = self.reduction.layout.piece, self.reduction.route.split
         if self.part != "scatter" and split is not None:
@@ -133,7 +133,7 @@ class Reducing(Scheduled):
 
     def abandon(self) -> None:
         """Forgets reductions that an error has left on their way."""
-        self.schedule.reductions.forget()
+        self.schedule.reductions.drop_all()
 
 
 class GatheredInGraph:
@@ -251,7 +251,7 @@ class TracedReductions:
         """The sum of a gradient so far and `out`."""
         return out if total is None else total + out
 
-    def settle(self, step: Step) -> None:
+    def finish_step(self, step: Step) -> None:
         """Reduces the gradients that the step has deferred."""
         for total in [total for total in step.sums.values() if total.reductions is self]:
             route, dtypes, self.stage = total.reduction.route, total.reduction.dtypes, total.reduction.layout.stage
@@ -267,7 +267,7 @@ class TracedReductions:
     def drain(self) -> None:
         """Nothing: the graph waits."""
 
-    forget = trim = drain
+    drop_all = trim = drain
 
 
 class Traced(Schedule):
@@ -292,10 +292,10 @@ class Traced(Schedule):
             )
         return super().call(signature, *rest)
 
-    def meet(self, signature: Signature, plan: GatherPlan) -> None:
+    def compare_stages(self, signature: Signature, plan: GatherPlan) -> None:
         """Nothing: ranks compare the collectives of their graphs."""
 
-    def surroundings(self, generators: Sequence[torch.Generator], policy: bool) -> RngAndAutocast:
+    def rng_and_autocast(self, generators: Sequence[torch.Generator], policy: bool) -> RngAndAutocast:
         """The autocast state and random numbers on which a function may depend."""
         return _TracedDraws(self.device, policy)
 
@@ -310,7 +310,7 @@ class Traced(Schedule):
 
     def before(self, call: Call) -> list[Wanted]:
         """The next gathers of backward that forward has kept; all others are gathered where a call needs them."""
-        return [request for request in super().before(call) if self._found(request.key) is not None]
+        return [request for request in super().before(call) if self._find(request.key) is not None]
 
     def _read_ahead(self, layouts: Sequence[Any], shards: Sequence[Tensor]) -> None:
         """Nothing: a gather of the graph reads its shards itself."""
@@ -385,7 +385,7 @@ class _TracedDraws(RngAndAutocast):
         super().__init__(device, [], again=False)
         self.policy, self.drawn = policy, list[Any]()
 
-    def again(self) -> Any:
+    def restored_state(self) -> Any:
         """A context with the autocast of that time."""
         return self.autocast_again()
 

@@ -64,7 +64,7 @@ class CapturedValue(NamedTuple):
     read: Read
     parts: tuple[str, ...] = ()
 
-    def now(self) -> Any:
+    def current_value(self) -> Any:
         """The value at present, or a mark if its place is gone."""
         try:
             return self.read()
@@ -77,7 +77,7 @@ class CapturedValue(NamedTuple):
             return current is self.value or (current is not None and current is self.value())
         return _same(self.value, current)
 
-    def told(self, where: str, current: Any) -> str:
+    def describe_change(self, where: str, current: Any) -> str:
         """Returns how the value differs, as a message; of several, the first that does."""
         value, inside = self.value, where.partition(" in ")[2]
         if self.parts and type(current) is tuple and len(current) == len(value) == len(self.parts):
@@ -109,7 +109,7 @@ def _same(x: Any, y: Any) -> bool:
 Around = dict[str, CapturedValue]
 
 
-def surroundings(step: Callable[..., Any]) -> Around:
+def captured_values(step: Callable[..., Any]) -> Around:
     """Numbers, strings, tensors and modules that the functions of a step name, by where they are named.
 
     Of a module, these are its mode, parameters, buffers, modules, hooks and the attributes that its methods name, and
@@ -123,17 +123,17 @@ def surroundings(step: Callable[..., Any]) -> Around:
     named = {name for f, _ in functions for code in _codes(f.__code__) for name in code.co_names}
     return {
         f"{where} in {f.__qualname__}": CapturedValue(*captured)
-        for f, bound in functions if not _ours(f)
+        for f, bound in functions if not _is_of_library(f)
         for name, read in (*_reads(f), *bound) for where, *captured in _looked(name, read, named)
     }  # fmt: skip
 
 
-def kept(previous: Around, current: Around) -> Around:
+def unchanged_values(previous: Around, current: Around) -> Around:
     """Returns the values that have not changed."""
     return {
         where: captured
         for where, captured in current.items()
-        if where in previous and previous[where].same(captured.now())
+        if where in previous and previous[where].same(captured.current_value())
     }
 
 
@@ -147,7 +147,7 @@ def changed(around: Around, step: Callable[..., Any]) -> str:
         captured.read() is captured.value for captured in around.values() if type(captured.value) is FunctionType
     ):
         return change
-    current = surroundings(step)
+    current = captured_values(step)
     change = _differs(around, current)
     around.update({where: current[where] for where in around.keys() & current.keys()})
     return change
@@ -155,8 +155,8 @@ def changed(around: Around, step: Callable[..., Any]) -> str:
 
 def _differs(around: Around, current: Around) -> str:
     for where, captured in around.items():
-        if where in current and not captured.same(current_value := current[where].now()):
-            return captured.told(where, current_value)
+        if where in current and not captured.same(current_value := current[where].current_value()):
+            return captured.describe_change(where, current_value)
     return ""
 
 
@@ -183,7 +183,7 @@ def _installed(kind: type) -> bool:
     return any(part in path for part in _LIBRARIES)
 
 
-def _ours(x: Any) -> bool:
+def _is_of_library(x: Any) -> bool:
     name = x.__globals__.get("__name__") if isinstance(x, FunctionType) else getattr(type(x), "__module__", "")
     name = x.__module__ if isinstance(x, type) else name
     name = vars(x).get("__name__") if isinstance(x, ModuleType) else name
@@ -202,7 +202,7 @@ def _reads(f: FunctionType) -> Iterator[tuple[str, Read]]:
     """Yields the closure variables, globals and defaults that a function names, with readers."""
     for name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
         yield name, functools.partial(getattr, cell, "cell_contents")
-    if _ours(f):
+    if _is_of_library(f):
         return
     names = dict.fromkeys(name for code in _codes(f.__code__) for name in code.co_names)
     yield from ((name, functools.partial(operator.getitem, f.__globals__, name)) for name in names)
@@ -239,7 +239,7 @@ def _looked(name: str, read: Read, named: set[str], inside: bool = False) -> Ite
         for where, reread, *parts in _in_module(name, module) if _ready(module) else ():
             with contextlib.suppress(Exception):  # of an object that cannot be looked at
                 yield where, reread(), reread, *parts
-    elif inside or (_ours(x) and not isinstance(x, (type, ModuleType, list, tuple, dict, functools.partial))):
+    elif inside or (_is_of_library(x) and not isinstance(x, (type, ModuleType, list, tuple, dict, functools.partial))):
         reread = functools.partial(_then, functools.partial(_noted, named=frozenset(named)), read)
         yield name, reread(), reread
     elif isinstance(x, (list, tuple, dict)) and len(x) <= _MOST:
@@ -251,10 +251,10 @@ def _looked(name: str, read: Read, named: set[str], inside: bool = False) -> Ite
     elif isinstance(x, functools.partial):
         for part in ("func", "args", "keywords"):
             yield from _looked(f"{name}.{part}", functools.partial(_then, operator.attrgetter(part), read), named)
-    elif not isinstance(x, type) and not _ours(x):
+    elif not isinstance(x, type) and not _is_of_library(x):
         kind: Any = type(x)
         for key in sorted(named & (_attributes(x).keys() | _names_of(kind))):
-            reread = functools.partial(_then, functools.partial(_own, key), read)
+            reread = functools.partial(_then, functools.partial(_attribute_of, key), read)
             yield from _looked(f"{name}.{key}", reread, named, inside=True)
 
 
@@ -273,7 +273,7 @@ def _in_module(name: str, module: nn.Module) -> Iterator[tuple[Any, ...]]:
         attribute_dicts = [vars(parts[where]) for where in owners]
         plain = all(_is_plain(attributes.get(key)) for attributes in attribute_dicts)
         read: Read = (
-            functools.partial(_each, attribute_dicts, key)
+            functools.partial(_values_of, attribute_dicts, key)
             if plain
             else functools.partial(_each_noted, attribute_dicts, key, named)
         )
@@ -296,7 +296,7 @@ def _in_module(name: str, module: nn.Module) -> Iterator[tuple[Any, ...]]:
 
 def _of_class(kind: Any) -> list[str]:
     """The functions and numbers of a module's class that its `forward` may use; of a library's class, itself alone."""
-    is_user_class = not (_ours(kind) or _installed(kind))
+    is_user_class = not (_is_of_library(kind) or _installed(kind))
     keys = {"forward", *(_read_by(kind) & {*dir(kind)} - {*dir(nn.Module)} if is_user_class else ())}
     attributes = {key: inspect.getattr_static(kind, key, None) for key in sorted(keys)}
     return [key for key, x in attributes.items() if isinstance(x, _FUNCTIONS) or _is_plain(x)]
@@ -332,7 +332,7 @@ def _read_by(kind: Any, methods: frozenset[str] = frozenset({"forward"})) -> fro
     return frozenset(named)
 
 
-def _each(owners: list[dict[str, Any]], key: str) -> tuple[Any, ...]:
+def _values_of(owners: list[dict[str, Any]], key: str) -> tuple[Any, ...]:
     return tuple([attributes.get(key, _GONE) for attributes in owners])
 
 
@@ -340,7 +340,7 @@ def _each_noted(owners: list[dict[str, Any]], key: str, named: frozenset[str]) -
     """As `_each`; what several have, such as a configuration, is looked through once."""
     notes: dict[int, Any] = {}
     return tuple(
-        [notes[id(x)] if id(x) in notes else notes.setdefault(id(x), _noted(x, named)) for x in _each(owners, key)]
+        [notes[id(x)] if id(x) in notes else notes.setdefault(id(x), _noted(x, named)) for x in _values_of(owners, key)]
     )
 
 
@@ -377,7 +377,7 @@ def _noted(x: Any, named: frozenset[str]) -> Any:
             return (kind, *[note(y, named) for y in (x.func, x.args, x.keywords)])
         if isinstance(x, MethodType):
             return x.__func__, note(x.__self__, named | {x.__func__.__name__})
-        if isinstance(x, (Tensor, nn.Module, np.ndarray)) or _ours(x):
+        if isinstance(x, (Tensor, nn.Module, np.ndarray)) or _is_of_library(x):
             try:
                 return weakref.ref(x)
             except TypeError:
@@ -401,7 +401,7 @@ def _then(get: Callable[[Any], Any], read: Read) -> Any:
     return get(read())
 
 
-def _own(key: str, x: Any) -> Any:
+def _attribute_of(key: str, x: Any) -> Any:
     """An attribute of an object or its class; no property is run."""
     for names in (_attributes(x), *map(vars, type(x).__mro__)):
         if key in names:
@@ -411,7 +411,7 @@ def _own(key: str, x: Any) -> Any:
 
 def _own_if_set(key: str, x: Any) -> Any:
     try:
-        return _own(key, x)
+        return _attribute_of(key, x)
     except AttributeError:
         return _GONE
 
@@ -431,7 +431,7 @@ def _functions(step: Any) -> Iterator[tuple[FunctionType, list[tuple[str, Read]]
     while todo and len(visited) < _MOST:
         x = todo.popleft()
         called = inspect.getattr_static(type(x), "__call__", None)
-        method = MethodType(called, x) if isinstance(called, FunctionType) and not _ours(x) else x
+        method = MethodType(called, x) if isinstance(called, FunctionType) and not _is_of_library(x) else x
         f, owner = (method.__func__, method.__self__) if isinstance(method, MethodType) else (method, None)
         module = isinstance(owner, nn.Module)
         key = (id(f), type(owner) if module else id(owner)) if isinstance(f, FunctionType) else id(x)
@@ -458,5 +458,5 @@ def _forwards(x: Any) -> list[MethodType]:
     module: Any = x if isinstance(x, nn.Module) else _attributes(x).get("module")
     part_by_class = {type(part): part for part in module.modules()} if _ready(module) else {}
     forwards = [(inspect.getattr_static(kind, "forward", None), part) for kind, part in part_by_class.items()]
-    user_forwards = [(f, part) for f, part in forwards if not (_ours(type(part)) or _installed(type(part)))]
+    user_forwards = [(f, part) for f, part in forwards if not (_is_of_library(type(part)) or _installed(type(part)))]
     return [MethodType(f, part) for f, part in user_forwards if isinstance(f, FunctionType)]

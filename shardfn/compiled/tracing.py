@@ -70,7 +70,7 @@ class TracedCall:
     overwritten: list[Tensor] = field(default_factory=list)
 
     @classmethod
-    def of(cls, program: StepProgram, leaves: list[Any], outside: Sequence[Tensor] = ()) -> TracedCall:
+    def of_call(cls, program: StepProgram, leaves: list[Any], outside: Sequence[Tensor] = ()) -> TracedCall:
         """Traces a call; `outside` are tensors from elsewhere that it is known to overwrite.
 
         Raises:
@@ -78,14 +78,16 @@ class TracedCall:
         """
         outside = list(outside)
         for _ in range(_TRACES):
-            traced, more = cls._of(program, leaves, outside)
+            traced, more = cls._trace_once(program, leaves, outside)
             if not more:
                 return traced
             outside += {id(x): x for x in more}.values()  # what is overwritten elsewhere becomes an input
         raise _foreign(program, more[0])
 
     @classmethod
-    def _of(cls, program: StepProgram, leaves: list[Any], outside: list[Tensor]) -> tuple[TracedCall, list[Tensor]]:
+    def _trace_once(
+        cls, program: StepProgram, leaves: list[Any], outside: list[Tensor]
+    ) -> tuple[TracedCall, list[Tensor]]:
         """Traces once with these tensors from elsewhere as inputs; also returns others that it overwrites."""
         tensor_indices = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
         runs: list[tuple[_TraceWatch, list[Any], optree.PyTreeSpec]] = []
@@ -95,7 +97,7 @@ class TracedCall:
             watch.known = list(zip(outside, tensors[len(tensor_indices) :], strict=True))
             with watch, in_graph(), _random_state(watch), _memory(program.name):
                 results, tree = program.step(with_leaves(leaves, tensor_indices, tensors[: len(tensor_indices)]))
-            results = [watch.given(x) for x in results]
+            results = [watch.traced_input(x) for x in results]
             runs.append((watch, results, tree))
             return [x for x in results if isinstance(x, Tensor)]
 
@@ -163,7 +165,7 @@ class TracedCall:
         for k in returned:
             if isinstance(results[k], fx.Node) and regions.origin(results[k]) in overwritten:
                 with graph.inserting_before(output):  # before it is overwritten
-                    results[k] = _like(graph.call_function(_aten.clone.default, (results[k],)), results[k])
+                    results[k] = _with_meta_of(graph.call_function(_aten.clone.default, (results[k],)), results[k])
         writes = []
         for i, j in carried.items():
             argument, result = inputs[self.at.index(i)], results[result_index[j]]
@@ -175,11 +177,11 @@ class TracedCall:
                 graph.erase_node(write)
             with graph.inserting_before(output):
                 if regions.origin(result).op == "placeholder":  # which may be overwritten before it is read
-                    result = _like(graph.call_function(_aten.clone.default, (result,)), result)
+                    result = _with_meta_of(graph.call_function(_aten.clone.default, (result,)), result)
                 writes.append((argument, result))
         for argument, result in writes:
             with graph.inserting_before(output):
-                _like(graph.call_function(_aten.copy_.default, (argument, result)), argument)
+                _with_meta_of(graph.call_function(_aten.copy_.default, (argument, result)), argument)
         dropped = {result_index[j] for j in carried.values()}
         output.args = ([None if k in dropped else x for k, x in enumerate(results)],)
 
@@ -230,7 +232,7 @@ class _TraceWatch(StepWatch):
             with dispatch.outside_modes():
                 return func(*args, **kwargs)
         if self.known:
-            args, kwargs = optree.tree_map(self.given, (args, kwargs))
+            args, kwargs = optree.tree_map(self.traced_input, (args, kwargs))
         if func in _UPDATES and args[3] is not None and args[5]:  # batch norm, which trains and has running statistics
             # Inductor runs this one in their place, and its schema says what it overwrites.
             results = self.__torch_dispatch__(_aten._native_batch_norm_legit.default, types, args)
@@ -266,7 +268,7 @@ class _TraceWatch(StepWatch):
             self.sent.append((attribution.stage, backward))
         return func(*args, **kwargs)
 
-    def given(self, x: Any) -> Any:
+    def traced_input(self, x: Any) -> Any:
         """Returns the traced input for a tensor from elsewhere, or an alias such as `x.data`; others unchanged."""
         if isinstance(x, Tensor) and not dispatch.fake(x):
             for tensor, traced in self.known:
@@ -298,7 +300,7 @@ _LIBRARY.define(
 )
 
 
-def _drawn(size: Any, stride: Any, dtype: torch.dtype, device: torch.device, op: str, args: str) -> Tensor:
+def _random_like(size: Any, stride: Any, dtype: torch.dtype, device: torch.device, op: str, args: str) -> Tensor:
     """The random numbers that an in-place operation, such as `aten.bernoulli_.float`, draws in this layout.
 
     The same operation on new tensors fills contiguous ones.
@@ -309,7 +311,7 @@ def _drawn(size: Any, stride: Any, dtype: torch.dtype, device: torch.device, op:
     return out
 
 
-_LIBRARY.impl("drawn", _drawn, "CompositeExplicitAutograd")
+_LIBRARY.impl("drawn", _random_like, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "shardfn_random::drawn",
     lambda size, stride, dtype, device, op, args: torch.empty_strided(size, stride, dtype=dtype, device=device),
@@ -408,7 +410,7 @@ def _overwritten(place: fx.Node) -> bool:
     return False
 
 
-def _like(node: fx.Node, other: fx.Node) -> fx.Node:
+def _with_meta_of(node: fx.Node, other: fx.Node) -> fx.Node:
     node.meta["val"] = other.meta["val"]
     return node
 

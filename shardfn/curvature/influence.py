@@ -44,7 +44,7 @@ from shardfn.optim.owners import OwnedBlock, on_owner, work
 from shardfn.quoting import listed
 from shardfn.shards.random import int_seed, mixed
 from shardfn.transforms.autodiff import name_of
-from shardfn.transforms.fitting import together
+from shardfn.transforms.fitting import program_ranks
 
 ABOUT = "gradients.json"
 _ALONE = "the rows", "Ranks whose parameters are all plain tensors, without a mesh, have the same rows: shard them"
@@ -179,7 +179,7 @@ class GradientStore:
         """Yields the rows of this rank's share of the files, with the index of the first."""
         sketch, start = self._sketch, 0
         rank, ranks = row_place(sketch.space.params)
-        with failing_together([together(sketch.space.params)], "scores"):
+        with failing_together([program_ranks(sketch.space.params)], "scores"):
             for i, (name, rows) in enumerate(self._files):
                 if i % ranks == rank and rows:
                     gradients = torch.from_numpy(np.load(self.folder / name))
@@ -187,7 +187,7 @@ class GradientStore:
                         raise CheckpointError(f"{self.folder / name} is {gradients.dtype}, {tuple(gradients.shape)}")
                     yield start, gradients.to(sketch.space.local_params[0].device)
                 start += rows
-        agree([], together(sketch.space.params), "scores")
+        agree([], program_ranks(sketch.space.params), "scores")
 
 
 def store_gradients(
@@ -250,7 +250,7 @@ def store_gradients(
         with draws_restored(space.local_params):
             for i, batch in enumerate(each_of(batches, name, losses)):
                 _write(path, sketch, losses, batch, (i, rank), files, bool(missing[i]), name)
-        agree([], together(params), name)
+        agree([], program_ranks(params), name)
     return _complete(path, sketch, count, name)
 
 
@@ -365,7 +365,7 @@ def _begin(
         "dtype": str(sketch.dtype),
         "of": fingerprint,
     }
-    ranks_of = together(space.params)
+    ranks_of = program_ranks(space.params)
     with failing_together([ranks_of], name, (OSError, ValueError, KeyError, CheckpointError)):
         stored = json.loads(about_path.read_bytes()) if about_path.exists() else None
         if stored is None and batches is None:
@@ -424,13 +424,13 @@ def _write(
             f"{name}: batch {index} of rank {rank} in {folder} was another one: {files[file_id][0]}"
         )
     lines = [f"rows: {digest}"] if row_place(params)[1] == 1 else []  # then all ranks have the same
-    agree(lines, together(params), name, own_error=error, subject=_ALONE)
+    agree(lines, program_ranks(params), name, own_error=error, subject=_ALONE)
     if not missing:
         return
     compare_once(losses, params, arguments, name)
     receiver = Projected(sketch, max(rows.rows, 1), *kind_of(params, rows))
     visit(losses, params, rows, receiver, name)
-    with failing_together([together(params)], name, OSError):
+    with failing_together([program_ranks(params)], name, OSError):
         content = io.BytesIO()
         np.save(content, receiver.values[: rows.rows].cpu().numpy())
         _publish(folder / f"{file_id[0]:07}-{file_id[1]:05}-{rows.rows}-{digest}.npy", content.getvalue())
@@ -455,6 +455,6 @@ def _complete(folder: Path, sketch: Sketch, batches: int, name: str) -> Gradient
             f"{name}: {folder} lacks {len(missing)} of {len(expected)} files, such as that of batch {missing[0][0]} of "
             f"rank {missing[0][1]}: pass the batches, on {ranks} ranks, and it goes on"
         )
-    agree([], together(sketch.space.params), name, own_error=error)
+    agree([], program_ranks(sketch.space.params), name, own_error=error)
     entries = [files[file_id][:2] for file_id in expected]
     return GradientStore(folder, sum(rows for _, rows in entries), entries, sketch)

@@ -34,7 +34,7 @@ from shardfn.optim.norms import wide
 from shardfn.optim.owners import OwnedBlock, as_owner, eigh, on_owner, remembered, work
 from shardfn.quoting import listed
 from shardfn.transforms.autodiff import name_of
-from shardfn.transforms.fitting import together
+from shardfn.transforms.fitting import program_ranks
 
 SIDES = ("left", "right")
 KEPT: dict[str, tuple[str, ...]] = {"linear": SIDES, "product": SIDES, "table": ("right",)}  # bases, by kind
@@ -152,7 +152,7 @@ def ekfac(
         )
     extra = {"folder": path and str(path), "exists": exists, "batches": batches is not None}
     lines = [f"{key}: {value!r}" for key, value in {**settings, **extra}.items()]
-    agree(lines, together(params), name, own_error=error)
+    agree(lines, program_ranks(params), name, own_error=error)
     check_batches(batches, params, name)
     fingerprint = {} if path is None else made_of(space, name, losses, batches)
     if exists:
@@ -365,7 +365,7 @@ class Grams:
 
         space = self._space
         values = on_owner(space.moving, [x.to(wide(x)) for x in space.local_params], of_block, work)
-        agree([], together(space.params), space.name, own_error=next(iter(errors), None))
+        agree([], program_ranks(space.params), space.name, own_error=next(iter(errors), None))
         return space.variables.tree(space.tangents(values))
 
 

@@ -25,7 +25,7 @@ from shardfn.optim.norms import wide
 from shardfn.quoting import short
 from shardfn.shards.random import int_seed
 from shardfn.transforms.autodiff import differentiating, grad, name_of
-from shardfn.transforms.fitting import together
+from shardfn.transforms.fitting import program_ranks
 from shardfn.transforms.shortage import RandomNumbers, versions
 
 Function = Callable[..., Any]
@@ -373,7 +373,7 @@ def check_batches(batches: Iterable[Any] | None, params: Any, name: str) -> None
         count = len(batches)
     advice = "A product is a sum over all of them: give each rank as many batches, some of them smaller if need be"
     line = f"batches: {'none' if batches is None else count}"
-    agree([line], together(params), name, own_error=error, subject=("the numbers of batches", advice))
+    agree([line], program_ranks(params), name, own_error=error, subject=("the numbers of batches", advice))
 
 
 def each_of(

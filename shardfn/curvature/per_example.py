@@ -41,7 +41,7 @@ from shardfn.shards.random import int_seed
 from shardfn.stages.replay import RngAndAutocast
 from shardfn.transforms.accumulate import accumulate
 from shardfn.transforms.autodiff import Variables, grad, moves, name_of, value_and_grad
-from shardfn.transforms.fitting import together
+from shardfn.transforms.fitting import program_ranks
 from shardfn.transforms.modules import refuse_module
 
 Losses = Callable[..., Tensor]
@@ -180,7 +180,7 @@ def examples(losses: Losses, params: Any, batch: tuple[Any, ...], name: str, mic
         forward_state = RngAndAutocast(part.device, [], again=check is not None)
         results.append(_norms(losses, params, part, sharded_axes, name))
         if check is not None:
-            with forward_state.again(), paused():  # a checked call judges the program's own gradients
+            with forward_state.restored_state(), paused():  # a checked call judges the program's own gradients
                 compared = _compare(losses, params, part, results[-1], name)
             if compared:
                 check()
@@ -259,7 +259,7 @@ def dp_grads(
             return unit.values / size
         return (unit.values + (noise * clip * random(unit, "normal", salt)).to(unit.values.dtype)) / size
 
-    return leaves.like(noisy(unit) for unit in leaves.each)
+    return leaves.with_values(noisy(unit) for unit in leaves.each)
 
 
 def _refuse_settings(params: Any, clip: Any, noise: Any, size: Any) -> None:
@@ -308,7 +308,7 @@ def _all_alike(
         result = find()
     except (TypeError, ValueError) as failure:
         error = failure
-    agree([*lines], together(params), name, own_error=error, subject=subject)
+    agree([*lines], program_ranks(params), name, own_error=error, subject=subject)
     return result
 
 
@@ -460,7 +460,7 @@ def _norms(losses: Losses, params: Any, batch: BatchArguments, sharded_axes: Cut
             f"other gradients of parameters that no axis cuts: end losses in psum, and write pvary where such a "
             f"parameter, or what all ranks have, meets what each rank has"
         )
-        agree([], together(params), name, own_error=error if differ else None)
+        agree([], program_ranks(params), name, own_error=error if differ else None)
     return ExampleNorms(values, squares.sqrt()[: batch.rows], norms.eps)
 
 

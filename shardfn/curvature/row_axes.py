@@ -19,7 +19,7 @@ from shardfn.mesh.scope import current_mesh, mesh_of, scope
 from shardfn.quoting import short
 from shardfn.shards.replicated import checksum
 from shardfn.transforms.autodiff import Variables, layouts_of
-from shardfn.transforms.fitting import together
+from shardfn.transforms.fitting import program_ranks
 
 Cuts = Mapping[Key, tuple[str, ...]]
 
@@ -80,7 +80,7 @@ def same_along(sharded_axes: Cuts, params: Any, rows: Iterable[Any], name: str) 
         agree(lines, row_axes(params)[0], name, subject=("the rows", advice), axes=axes)
     except ValueError as mismatch:
         error = mismatch
-    agree([], together(params), name, own_error=error)
+    agree([], program_ranks(params), name, own_error=error)
 
 
 def all_of(sharded_axes: Cuts) -> tuple[str, ...]:

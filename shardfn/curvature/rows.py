@@ -31,7 +31,7 @@ from shardfn.curvature.row_uses import Begin, Key, Link, Receiver, Shared, Tenso
 from shardfn.quant.packed import is_packed
 from shardfn.shards.layout import assemble
 from shardfn.stages.signature import Signature
-from shardfn.stages.stage import made, way
+from shardfn.stages.stage import make_stage, way
 
 MOST_EXPANDED = 4  # times the elements of a row that an op takes, which its parameters may have in the general way
 
@@ -446,7 +446,7 @@ def _stage(signature: Signature) -> Any:
         def function(args: Any, kwargs: Any, anchor: Tensor, plan: RowsPlan) -> Any:
             return _run(signature, args, kwargs, anchor, plan)
 
-        signature.apart = made(signature.name, function, signature.options, signature.computes)
+        signature.apart = make_stage(signature.name, function, signature.options, signature.computes)
     return signature.apart
 
 

@@ -164,7 +164,7 @@ class _Back:
 
     def gradients(self, params: Any, state: Any) -> tuple[Any, Any, Any]:
         """Gradients with respect to the initial parameters and state, and `hyper`."""
-        return Variables(params).like(self.params), Variables(state).like(self.state), self.slope
+        return Variables(params).tree_of(self.params), Variables(state).tree_of(self.state), self.slope
 
 
 def _gradient_jvp(loss: Function, space: Space, hyper: Any, v: Vector, batch: tuple[Any, ...]) -> tuple[Any, Any]:

@@ -32,7 +32,7 @@ from shardfn.shards.blocks import CHUNK
 from shardfn.shards.layout import Layout, is_flat
 from shardfn.shards.pieces import Segment, Unit, refuse_complex, units
 from shardfn.transforms.autodiff import Variables, layouts_of, moves
-from shardfn.transforms.fitting import together
+from shardfn.transforms.fitting import program_ranks
 from shardfn.transforms.shortage import RandomNumbers
 
 Vector = list[Tensor]
@@ -191,7 +191,9 @@ class Space:
     def agree(self, name: str, **settings: Any) -> None:
         """Raises ValueError on every rank if settings differ between ranks."""
         lines = [f"{key}: {value!r}" for key, value in settings.items()]
-        agree(lines, together(self.params), name, subject=("the arguments", "All ranks search alike: pass the same"))
+        agree(
+            lines, program_ranks(self.params), name, subject=("the arguments", "All ranks search alike: pass the same")
+        )
 
     def _ends(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the minima and maxima over ranks, so that all ranks decide equally.

@@ -145,7 +145,7 @@ def _jacobian(
             by_output = by(outputs, variables, values, chunk_size, is_tracked)
         for gs in by_output:
             _refuse_apart(gs, layouts, layouts, f"{place}: the part of an argument that is no shard")
-        filled = [variables.like(gs) for gs in by_output]
+        filled = [variables.tree_of(gs) for gs in by_output]
         jacobian = optree.tree_unflatten(trees[0], [t[0] if isinstance(argnums, int) else t for t in filled])
         return (jacobian, aux) if has_aux else jacobian
 
@@ -192,10 +192,10 @@ def _columns(
     at_once = chunk_size or max(x.numel(), 1)
 
     def pushed(tangent: Tensor) -> Any:
-        def moved(value: Tensor) -> Any:
+        def outputs_of(value: Tensor) -> Any:
             return outputs(*with_leaves(variables.values, [k], [value]))[0]
 
-        return (by_transposes if tracked else torch.func.jvp)(moved, (x,), (tangent.view(x.shape),))[1]
+        return (by_transposes if tracked else torch.func.jvp)(outputs_of, (x,), (tangent.view(x.shape),))[1]
 
     by_output: list[list[Tensor]] = [[] for _ in values]
     for owner in range(owners):

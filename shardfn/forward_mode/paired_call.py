@@ -65,14 +65,14 @@ class PairedCall(Call):
         outputs = _Rerun.apply(rerun, *xs, *[p for ps in views for p in ps])  # type: ignore[no-untyped-call]
         return rerun.with_tangents(outputs)
 
-    def _apart(self, result: Any, inputs: Sequence[Tensor], tokens: Sequence[Tensor] = ()) -> Any:
+    def _without_aliases(self, result: Any, inputs: Sequence[Tensor], tokens: Sequence[Tensor] = ()) -> Any:
         """The same, with values alone through the exit; the gradient of a tangent is nobody's."""
         if not tokens:
-            return super()._apart(result, inputs)
+            return super()._without_aliases(result, inputs)
         leaves, tree = optree.tree_flatten(result)
         refuse_opaque(self.signature, [y for y in leaves if not isinstance(y, Tensor)])
         pairs = [functorch.unpacked(y) if moves(y) else (y, None) for y in leaves]
-        values = super()._apart([value for value, _ in pairs], inputs, tokens)
+        values = super()._without_aliases([value for value, _ in pairs], inputs, tokens)
         depends = [x for x in (*inputs, *self.shards) if x.requires_grad] if torch.is_grad_enabled() else []
         outputs = [
             y if t is None else functorch.dual(y, nobodys(self.signature.stage, t.detach(), depends))
@@ -152,7 +152,7 @@ class _PairOfPlaces(NamedTuple):
 def _unpack(packed: Any) -> Tensor:
     if type(packed) is _PairOfPlaces:
         with modes.functions_unseen():
-            value, tangent = [x.found() if type(x) is GatheredView else x for x in packed]
+            value, tangent = [x.rebuilt_view() if type(x) is GatheredView else x for x in packed]
             x = value if tangent is None else dual(value, tangent)
     else:
         x, version = packed
@@ -253,7 +253,7 @@ class _Rerun(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         rerun: _Again = ctx.again
-        contexts = rerun.call.schedule.in_backward(rerun.call), rerun.surroundings.again()
+        contexts = rerun.call.schedule.in_backward(rerun.call), rerun.surroundings.restored_state()
         with contexts[0], contexts[1], torch.enable_grad(), functorch.forward_mode_on(), modes.functions_seen():
             xs = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]
             views, result = rerun.call.run_again(rerun.arguments(xs))

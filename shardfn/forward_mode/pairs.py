@@ -157,7 +157,7 @@ def _recorded(signature: Signature, has: Sequence[bool], nodes: list[Any], movin
             raise RuntimeError(writes(signature)) from error
         raise
     signature.reverses &= not refused
-    return optree.tree_map(functools.partial(_apart, _given((nodes, moving, pairs))), result)
+    return optree.tree_map(functools.partial(_unaliased, _storages_of((nodes, moving, pairs))), result)
 
 
 def _transposed(
@@ -210,8 +210,8 @@ def _transposed(
     if _versions(leaves) != before:
         raise RuntimeError(writes(signature))
     constants, structure, follows, *graph = traced
-    storages = _given((nodes, moving, leaves))
-    pairs = [functorch.unpacked(_apart(storages, y)) for y in ys[: len(follows)]]
+    storages = _storages_of((nodes, moving, leaves))
+    pairs = [functorch.unpacked(_unaliased(storages, y)) for y in ys[: len(follows)]]
     values = [y for y, _ in pairs]
     if any(follows):
         plain_inputs = [flat[i] for i in differentiable]
@@ -256,7 +256,7 @@ def _called(signature: Signature, nodes: list[Any]) -> Any:
     return signature.function(*args, **kwargs)
 
 
-def _given(tree: Any) -> set[int]:
+def _storages_of(tree: Any) -> set[int]:
     """The storages of tensors and their tangents."""
     tensors = [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)]
     return {autograd.storage_of(part) for x in tensors for part in functorch.unpacked(x) if part is not None}
@@ -364,7 +364,7 @@ class _Alias(torch.autograd.Function):
         return ct, None
 
 
-def _apart(storages: set[int], y: Any) -> Any:
+def _unaliased(storages: set[int], y: Any) -> Any:
     """A result that shares no memory with what was given: pairs are aliases, and writes into them would not be seen."""
     return y.clone() if moves(y) and autograd.storage_of(functorch.unpacked(y)[0]) in storages else y
 

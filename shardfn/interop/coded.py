@@ -48,7 +48,7 @@ def stored(tensors: Mapping[str, Tensor]) -> dict[str, Assembled]:
     Raises:
         CheckpointError: tensors do not make up a parameter.
     """
-    few = bitsandbytes.found(tensors)
+    few = bitsandbytes.quantized_names(tensors)
     inner = {name for names in few.values() for name in names}
     plain = {name: lazy(x, name) for name, x in tensors.items() if name not in inner}
     try:
@@ -70,7 +70,7 @@ def _transposed(x: DecodedOnDemand) -> Computed:
     return Computed(x.shape[::-1], x.dtype, lambda: lazy(x.joined().T, ""))
 
 
-def kept(values: Mapping[str, Any]) -> dict[str, Format]:
+def quantized_formats(values: Mapping[str, Any]) -> dict[str, Format]:
     """The formats of the parameters that files store quantized.
 
     Raises:

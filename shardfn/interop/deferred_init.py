@@ -128,7 +128,7 @@ def beginning(module: nn.Module, name: str, shape: tuple[int, ...], dtype: torch
     nans = torch.full(shape, math.nan, dtype=dtype, device="cpu")
     copies = _Copies({id(holder._parameters[attribute]): nn.Parameter(nans)})
     parts = path.split(".") if path else []
-    around = [copies.of(module.get_submodule(".".join(parts[:n]))) for n in range(len(parts), -1, -1)]
+    around = [copies.copy_of(module.get_submodule(".".join(parts[:n]))) for n in range(len(parts), -1, -1)]
     generator = torch.Generator().manual_seed(mixed(int_seed(seed), name))
     try:
         with torch.no_grad(), DrawContext(generator, f"what {name} begins with"):
@@ -159,12 +159,12 @@ class _Copies:
     def __init__(self, instead: dict[int, Tensor]) -> None:
         self.instead, self.made = instead, dict[int, Any]()
 
-    def of(self, m: Any) -> Any:
+    def copy_of(self, m: Any) -> Any:
         """The copy of a module, including its submodules."""
         if id(m) not in self.made:
             duplicate = self.made[id(m)] = object.__new__(type(m))
             vars(duplicate).update(vars(m))
-            for kind, copied in (("_parameters", self._empty), ("_buffers", self._empty), ("_modules", self.of)):
+            for kind, copied in (("_parameters", self._empty), ("_buffers", self._empty), ("_modules", self.copy_of)):
                 vars(duplicate)[kind] = {name: None if x is None else copied(x) for name, x in vars(m)[kind].items()}
         return self.made[id(m)]
 

@@ -168,7 +168,7 @@ def uncached(module: nn.Module) -> Callable[[], Any]:
     """
     kind = nn.utils.parametrize.ParametrizationList
     parametrised = any(isinstance(m, kind) or hasattr(m, "_activate_lora") for m in module.modules())
-    return replacing.lent if parametrised else contextlib.nullcontext
+    return replacing.without_parametrize_cache if parametrised else contextlib.nullcontext
 
 
 # --- adapters ---
@@ -184,7 +184,8 @@ class Adapting:
 
     Adapters are keyed by names within the part's module. A tensor under a parameter's name replaces the parameter. Any
     other object, under a parameter's name or a module's path, computes the adapted parameter, or the module's weight,
-    by `adapter.on(weight, training)`; before that, `adapter.misfit(module, parameter)` tells what is wrong with it.
+    by `adapter.apply_to(weight, training)`; before that, `adapter.misfit(module, parameter)` tells what
+    is wrong with it.
     """
 
     def __init__(self, part: ModulePart) -> None:
@@ -239,11 +240,11 @@ class Adapting:
             adapter: Any = adapters.get(name)
             if isinstance(adapter, Tensor) or hasattr(adapter, "on"):
                 used.add(name)
-                adapted = adapter if isinstance(adapter, Tensor) else adapter.on(value, home.module.training)
+                adapted = adapter if isinstance(adapter, Tensor) else adapter.apply_to(value, home.module.training)
                 pairs.append((slot, adapted))
             elif slot.at == "weight" and home.path in adapters:
                 used.add(home.path)
-                weights[home.module] = adapters[home.path].on(value, home.module.training)
+                weights[home.module] = adapters[home.path].apply_to(value, home.module.training)
             else:
                 pairs.append((slot, value))
         if other_places:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardfn.quoting import listed
-from shardfn.shards.boxes import Box, Ints, whole
+from shardfn.shards.boxes import Box, Ints, full_box
 
 
 class AssembledPart(NamedTuple):
@@ -63,12 +63,12 @@ class Assembled:
         for part in self.parts:
             both = part.box.common(box)
             if both is not None:
-                yield both, part.values[both.within(part.box)]
+                yield both, part.values[both.slices_in(part.box)]
 
     def fill(self, box: Box, target: Tensor) -> None:
         """Copies the elements of a box to a tensor of its shape, of any dtype and device."""
         for both, values in self.cut(box):
-            target[both.within(box)].copy_(values)
+            target[both.slices_in(box)].copy_(values)
 
     def joined(self) -> Tensor:
         """The tensor: its only part, or a new tensor."""
@@ -76,7 +76,7 @@ class Assembled:
             return self.parts[0].values
         device = self.parts[0].values.device if self.parts else None
         result = torch.empty(self.shape, dtype=self.dtype, device=device)
-        self.fill(whole(self.shape), result)
+        self.fill(full_box(self.shape), result)
         return result
 
     def __getitem__(self, key: Any) -> Tensor:
@@ -108,7 +108,7 @@ class Computed(Assembled):
         self, shape: Sequence[int], dtype: torch.dtype, make: Callable[[], Assembled], rounded: bool = True
     ) -> None:
         nothing = torch.empty(tuple(shape), dtype=dtype, device="meta")
-        super().__init__(shape, dtype, [AssembledPart(whole(tuple(shape)), nothing, "")])
+        super().__init__(shape, dtype, [AssembledPart(full_box(tuple(shape)), nothing, "")])
         self._make, self.rounded = make, rounded
 
     def joined(self) -> Tensor:
@@ -122,7 +122,7 @@ class Computed(Assembled):
 
 def lazy(x: Tensor, origin: str) -> Assembled:
     """An `Assembled` of one part: a whole tensor."""
-    return Assembled(x.shape, x.dtype, [AssembledPart(whole(x.shape), x, origin)])
+    return Assembled(x.shape, x.dtype, [AssembledPart(full_box(x.shape), x, origin)])
 
 
 def _real(x: Any) -> Any:
@@ -165,7 +165,7 @@ def _cat(tensors: Sequence[Any], dim: int = 0) -> Assembled:
     start, parts = 0, []
     for x in inputs:
         corner = _with_sizes((0,) * x.ndim, dim, start)
-        parts += [AssembledPart(part.box.moved(corner), part.values, part.origin) for part in x.parts]
+        parts += [AssembledPart(part.box.translated(corner), part.values, part.origin) for part in x.parts]
         start += x.shape[dim]
     return Assembled(
         _with_sizes(inputs[0].shape, dim, start), reduce(torch.promote_types, (x.dtype for x in inputs)), parts
@@ -183,7 +183,7 @@ def _narrow(x: Assembled, dim: int, start: int, length: int) -> Assembled:
     for part in x.parts:
         both = part.box.common(box)
         if both is not None:
-            parts.append(AssembledPart(both.moved(back), part.values[both.within(part.box)], part.origin))
+            parts.append(AssembledPart(both.translated(back), part.values[both.slices_in(part.box)], part.origin))
     return Assembled(box.sizes, x.dtype, parts)
 
 

@@ -35,7 +35,7 @@ from shardfn.mesh.spec import dotted, leaves_by_path
 from shardfn.quant.formats import Format
 from shardfn.quant.packed import Packed, is_packed, pack
 from shardfn.quoting import listed
-from shardfn.shards.boxes import Box, steps, whole
+from shardfn.shards.boxes import Box, full_box, steps
 from shardfn.shards.layout import Layout, is_flat, local_parameters
 from shardfn.shards.placement import Strategy
 from shardfn.shards.sharding import Rules, Specs, agreed
@@ -123,7 +123,7 @@ def load(
     reads = source is None or source == rank
     share = (group.rank, group.size) if source is None else (0, 1)
     with torch.no_grad():
-        plan = group.each(
+        plan = group.run_on_each(
             task, lambda: _planned(folder, model, as_stored, strict, patterns(ignore), seed, share) if reads else None
         )
         note = _shared_note(plan, group, task)
@@ -132,7 +132,7 @@ def load(
         if source is not None:
             _send(params, model, note, _Sender(plan, mesh, source, group, task))
         elif plan is not None:
-            group.each(task, functools.partial(_read, params, model, plan))
+            group.run_on_each(task, functools.partial(_read, params, model, plan))
     if note.used is not None:
         conversions.loaded_by(model.module, note.used)
     if note.generation:
@@ -241,7 +241,7 @@ def _planned(
     grown = [] if strict else _vocabularies(model, differences, values, expected)
     empty = [name for name, b in model.buffers.items() if b.is_meta and names[name] not in values]
     new = [name for name in differences.missing if expected[name].is_meta and name not in empty]
-    stored_formats = coded.kept(values) if as_stored else {}
+    stored_formats = coded.quantized_formats(values) if as_stored else {}
     expected |= leaves_by_path(_with_packed(model.tree, stored_formats), is_packed)
     packed = {name: x for name, x in expected.items() if isinstance(x, Packed)}
     fatal = Differences(shapes=differences.shapes, kinds=differences.kinds)
@@ -447,8 +447,10 @@ def _local_boxes(params: Any) -> Iterator[tuple[Layout, dict[str, list[LocalBox]
         views, boxes = local_parameters(flat), dict[str, list[LocalBox]]()
         for part in flat.layout.ranges(rank):
             values, local_boxes = views[part.path], boxes.setdefault(part.path, [])
-            for box in steps(whole(part.shape), STEP // values.element_size(), part.start, part.stop):
-                local_boxes.append(LocalBox(part.path, box.moved(part.corner), values[: box.numel].view(box.sizes)))
+            for box in steps(full_box(part.shape), STEP // values.element_size(), part.start, part.stop):
+                local_boxes.append(
+                    LocalBox(part.path, box.translated(part.corner), values[: box.numel].view(box.sizes))
+                )
                 values = values[box.numel :]
         yield flat.layout, boxes
 
@@ -459,7 +461,7 @@ def _read(params: Any, model: Functional, plan: _LoadPlan) -> None:
             _filled(plan, local.name, local.box, local.values)
     for name in plan.note.buffers:
         b = _buffer(model, name)
-        _filled(plan, name, whole(b.shape), b)
+        _filled(plan, name, full_box(b.shape), b)
 
 
 def _filled(plan: _LoadPlan, name: str, box: Box, target: Tensor) -> None:
@@ -522,7 +524,7 @@ class _Sender:
             if failed is not None:
                 raise failed
 
-        self.team.each(self.what, learnt)
+        self.team.run_on_each(self.what, learnt)
 
 
 def _send(params: Any, model: Functional, note: _Note, sender: _Sender) -> None:
@@ -531,17 +533,19 @@ def _send(params: Any, model: Functional, note: _Note, sender: _Sender) -> None:
         for index, entry in enumerate(layout.entries):
             shape = layout.whole_shape(index)
             limit, row = STEP // layout.dtype.itemsize, math.prod(shape[1:])
-            for box in steps(whole(shape), limit - limit % row if 0 < row < limit else limit):  # whole rows, if short
+            for box in steps(
+                full_box(shape), limit - limit % row if 0 < row < limit else limit
+            ):  # whole rows, if short
                 if box.numel == 0:
                     continue
                 values = torch.empty(box.sizes, dtype=layout.dtype, device=sender.device)
                 sender.send(entry.path, box, values)
                 for local in boxes.get(entry.path, ()):
-                    local.take(box, values)
+                    local.copy_from(box, values)
         sender.compare()
     for name in note.buffers:
         b = _buffer(model, name)
         values = torch.empty(b.shape, dtype=b.dtype, device=sender.device)
-        sender.send(name, whole(b.shape), values)
+        sender.send(name, full_box(b.shape), values)
         b.copy_(values)
     sender.compare()

@@ -44,7 +44,7 @@ class Attributes:
         self.drawn: list[RandomSource] = []
         self.looked: set[tuple[bool, ...]] = set()
 
-    def now(self) -> Before:
+    def present_state(self) -> Before:
         """The present state, at the beginning of a call of the stage."""
         training = tuple([attrs["training"] for attrs in self.owners])
         if training in self.looked:
@@ -61,7 +61,7 @@ class Attributes:
 @contextlib.contextmanager
 def undone(attributes: Attributes) -> Iterator[None]:
     """A context that restores attributes if its block fails, including the contents of containers and tensors."""
-    before, owned = attributes.now(), [dict(attrs) for attrs in attributes.owners]
+    before, owned = attributes.present_state(), [dict(attrs) for attrs in attributes.owners]
     filled = [(x, copy.copy(x)) for attrs in owned for x in _filled(attrs)]
     try:
         with before.restoring():

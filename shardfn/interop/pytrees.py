@@ -98,13 +98,13 @@ def _is_record(x: Any) -> bool:
 def _unpacked(tree: Any) -> Any:
     """Replaces records, also nested ones, by nodes with their values."""
 
-    def one(x: Any) -> Any:
+    def unpack_record(x: Any) -> Any:
         if not _is_record(x):
             return x
         values = _values(x)
         return _Fields(type(x), tuple(values), tuple(map(_unpacked, values.values())))
 
-    return _pytree.tree_map(one, tree, is_leaf=_whole_or_cache)
+    return _pytree.tree_map(unpack_record, tree, is_leaf=_whole_or_cache)
 
 
 def _values(x: Any) -> dict[Any, Any]:
@@ -116,7 +116,7 @@ def _values(x: Any) -> dict[Any, Any]:
 def _packed(tree: Any) -> Any:
     """The inverse of `_unpacked`."""
 
-    def one(x: Any) -> Any:
+    def pack_record(x: Any) -> Any:
         if not isinstance(x, _Fields):
             return x
         values = dict(zip(x.names, map(_packed, x.values), strict=True))
@@ -126,7 +126,7 @@ def _packed(tree: Any) -> Any:
             object.__setattr__(record, name, value)
         return record
 
-    return _pytree.tree_map(one, tree, is_leaf=lambda x: isinstance(x, _Fields) or _whole_or_cache(x))
+    return _pytree.tree_map(pack_record, tree, is_leaf=lambda x: isinstance(x, _Fields) or _whole_or_cache(x))
 
 
 def _has_fields(spec: Any) -> bool:

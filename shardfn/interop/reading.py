@@ -77,7 +77,7 @@ def tensors_of(source: Any, share: tuple[int, int] = (0, 1)) -> Tensors:
         unsupported = {name: f"the value {x!r}" for name, x in reader.source.numbers.items()} | reader.source.others
         inner = any(name.startswith(INNER) for name in reader.tensors)  # as trainers save it, beside other state
         values, unsupported = (_part(reader.tensors), _part(unsupported)) if inner else (reader.tensors, unsupported)
-        return Tensors(values, unsupported, reader.forget, zlib.crc32(reader.identity().encode()))
+        return Tensors(values, unsupported, reader.release_pages, zlib.crc32(reader.identity().encode()))
     if isinstance(source, Functional):
         state_dict = source.module.state_dict()
         source = {**source.tree, **{name: b for name, b in source.buffers.items() if name in state_dict}}

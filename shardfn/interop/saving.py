@@ -31,7 +31,7 @@ from shardfn.mesh.spec import leaves_by_path
 from shardfn.quant import bitsandbytes
 from shardfn.quant.packed import Packed, is_packed
 from shardfn.quoting import listed
-from shardfn.shards.boxes import flaw, whole
+from shardfn.shards.boxes import flaw, full_box
 from shardfn.shards.layout import flat_shards, is_flat
 from shardfn.tracebacks import api_boundary
 
@@ -101,14 +101,16 @@ def save_pretrained(
 
     path, provided = on_each_rank(started)
     group, task = team_of(flat.layout.grid for flat in flat_shards(params)), f"save_pretrained {path}"
-    files, stored, plan = group.each(task, lambda: _planned(model, provided, dtype, max_shard_bytes, metadata or {}))
+    files, stored, plan = group.run_on_each(
+        task, lambda: _planned(model, provided, dtype, max_shard_bytes, metadata or {})
+    )
     refuse_different(group, task, contents(params, shared=False), (str(path), repr(plan.headers)))
     try:
         group.first(task, lambda: _begin(path, plan, model, tokenizer, files, stored))
         local_buffers = provided.buffers.items() if group.rank == 0 else ()
         values = itertools.chain(turns(params, provided.params, group), local_buffers)
         placed = functools.partial(_placed, _targets(files), stored, provided.packed, dtype)
-        group.each(task, lambda: fill(path, plan, values, placed))
+        group.run_on_each(task, lambda: fill(path, plan, values, placed))
         group.first(task, lambda: _finish(path, plan))
     except BaseException:
         if group.rank == 0:
@@ -277,7 +279,7 @@ def _problem(
 def _same(name: str, x: Assembled, metas: Mapping[str, Tensor]) -> bool:
     """Whether all elements of a tensor have the same places as in the parameter."""
     return x.shape == tuple(metas[name].shape) and all(
-        part.origin == name and _geometry(part.values) == _geometry(metas[name][part.box.within(whole(x.shape))])
+        part.origin == name and _geometry(part.values) == _geometry(metas[name][part.box.slices_in(full_box(x.shape))])
         for part in x.parts
     )
 
@@ -313,12 +315,12 @@ def _placed(
     for target, part in targets.get(name, ()):
         if target in few.formats:
             for key, values in bitsandbytes.tensors(target, packed[name].having(x)).items():
-                yield key, whole(values.shape), values
+                yield key, full_box(values.shape), values
             continue
         x, (box, view, _) = x.contiguous(), part
         strided = x.as_strided(view.shape, view.stride(), x.storage_offset() + view.storage_offset())
         for box_of_portion, portion in pieces(strided, STEP):
-            yield target, box_of_portion.moved(box.offsets), portion.to(view.dtype)
+            yield target, box_of_portion.translated(box.offsets), portion.to(view.dtype)
 
 
 def _begin(

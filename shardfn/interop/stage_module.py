@@ -148,7 +148,7 @@ class StageUnit:
         stage_params, shared, *adapters = arguments(call.params, self.part, call.adapters)
         swapped = self._swapped(call.lent)
         cast_leaves = tuple([cast(x, self.input_dtype) for x in leaves]) if self.input_dtype else leaves
-        before = self.attributes.now()
+        before = self.attributes.present_state()
         capture_names = output_capturing.requested_names()
         results, outer, changed = self.stage(
             stage_params, shared, swapped, buffers, changing, cast_leaves, form, capture_names, before, *adapters

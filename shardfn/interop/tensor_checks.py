@@ -98,7 +98,7 @@ class ShardedModules:
             if size == 1 or Unsaid.__name__ not in str(error):
                 raise
             numbers = [x for x in self._divided(size)[1] if isinstance(x, Unsaid)]
-            raise RuntimeError("; or ".join(x.said() for x in numbers)) from error  # torch's does not say which
+            raise RuntimeError("; or ".join(x.message() for x in numbers)) from error  # torch's does not say which
         finally:
             self.owner.size, self.owner.entrance.last = before, None
 
@@ -373,7 +373,7 @@ class Unsaid:
     def __init__(self, path: str, name: str, axis: str, fix: str) -> None:
         self.path, self.name, self.axis, self.fix = path, name, axis, fix
 
-    def said(self) -> str:
+    def message(self) -> str:
         """The message of the error."""
         return (
             f"{self.path} computes with its {self.name} while {self.axis!r} cuts its layers, and nothing says whether "
@@ -381,7 +381,7 @@ class Unsaid:
         )
 
     def _refuse(self, *_: Any) -> Any:
-        raise RuntimeError(self.said())
+        raise RuntimeError(self.message())
 
 
 for _name in (

@@ -74,7 +74,7 @@ class Adapter:
     def __init__(self, a: Any, b: Any, magnitude: Any, recipe: Recipe) -> None:
         self.a, self.b, self.magnitude, self.recipe = a, b, magnitude, recipe
 
-    def on(self, weight: Tensor, training: bool) -> Any:
+    def apply_to(self, weight: Tensor, training: bool) -> Any:
         """The adapted weight; with dropout if `training`.
 
         It is an `Adapted`, or for a parameter that is not a layer's the sum itself, as its use is unknown.
@@ -345,10 +345,10 @@ def _embedding(
     if is_adapted(input) or max_norm is not None:
         raise TypeError(f"F.embedding: adapters know it with {weight} as the weight, and without max_norm")
 
-    def take(x: Tensor) -> Tensor:
+    def look_up(x: Tensor) -> Tensor:
         return F.embedding(input, x, padding_idx, None, norm_type, scale_grad_by_freq, sparse)
 
-    return _rows(input, weight, take(weight._weight), take)
+    return _rows(input, weight, look_up(weight._weight), look_up)
 
 
 def _rows(index: Tensor, w: Adapted, base_rows: Tensor, select: Callable[[Tensor], Tensor]) -> Tensor:
@@ -404,7 +404,7 @@ def _adapted(base: Any, adapters: Any, training: bool, path: str) -> Any:
         is_weight = isinstance(base, (Tensor, Packed))
         if wrong := adapters.unlike(base.shape) if is_weight else f"{_kind(base)}, with an adapter":
             raise ValueError(f"adapted: {path or 'it'} is {wrong}")
-        return adapters.on(base.decoded() if isinstance(base, Packed) else base, training)
+        return adapters.apply_to(base.decoded() if isinstance(base, Packed) else base, training)
     if isinstance(adapters, Tensor):
         if not isinstance(base, Tensor) or base.shape != adapters.shape:
             raise ValueError(f"adapted: {path} is {_kind(base)}, and what replaces it {_kind(adapters)}")

@@ -273,7 +273,7 @@ def load(
     expect_functional("lora.load", model)
     path, group = local_path(folder, "lora.load: folder"), team_of([grid_of(mesh)])
     task = f"load {path}"
-    adapters, base = group.each(task, lambda: _read(path, model))
+    adapters, base = group.run_on_each(task, lambda: _read(path, model))
     if len(set(group.gathered(tuple(sorted(base)), task))) > 1:
         raise CheckpointError(f"{task}: ranks see different files")
     if base:
@@ -283,7 +283,7 @@ def load(
             raise CheckpointError(
                 f"{task}: it has {listed(base)} of the base, which must be those of the model: {error}"
             ) from None
-        group.each(task, lambda: _compare(base, values))
+        group.run_on_each(task, lambda: _compare(base, values))
     return shard(adapters, mesh, strategy)
 
 

@@ -23,7 +23,7 @@ from shardfn.shards.layout import FlatShard, Range, is_flat, is_stage, local_par
 from shardfn.shards.sharding import Rules, agreed
 from shardfn.shards.unsharding import unshard
 from shardfn.tiers import copying
-from shardfn.tiers.placing import brought
+from shardfn.tiers.placing import on_mesh_device
 from shardfn.tracebacks import api_boundary
 
 _log = logging.getLogger("shardfn")
@@ -161,7 +161,7 @@ def _ratio(params: Any, path: str, adapter: Adapter) -> Tensor:
     if weight is None:
         raise ValueError(_lost([path]))
     placed: Adapter = optree.tree_map(lambda x: x.to(weight.device), adapter)
-    return placed.on(weight, training=False)._ratio()
+    return placed.apply_to(weight, training=False)._ratio()
 
 
 # --- into the parameters ---
@@ -178,7 +178,9 @@ def _changed(params: Any, by_path: Mapping[str, Any], change: Callable[[str, Ran
             views = local_parameters(changed)
             for span in leaf.layout.ranges(rank):
                 if span.path in by_path:
-                    values = brought(views[span.path], mesh_of(leaf.layout.grid, f"lora: stage {leaf.layout.stage!r}"))
+                    values = on_mesh_device(
+                        views[span.path], mesh_of(leaf.layout.grid, f"lora: stage {leaf.layout.stage!r}")
+                    )
                     copying.copy_(views[span.path], change(span.path, span, values))
             return changed
         if path not in by_path:

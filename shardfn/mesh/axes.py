@@ -65,7 +65,7 @@ def check_axes(names: tuple[str, ...], mesh: DeviceMesh, where: str) -> None:
     for name in names:
         if name not in have:
             raise ValueError(
-                f"{callers.asked(where)}: unknown axis {short(repr(name))}; the mesh has {short(show(have), 800)}"
+                f"{callers.api_name(where)}: unknown axis {short(repr(name))}; the mesh has {short(show(have), 800)}"
             )
         if names.count(name) > 1:
             raise ValueError(
@@ -164,7 +164,7 @@ def _bind(mesh: DeviceMesh, names: tuple[str, ...], where: str) -> Axis:
     if not ranks:
         raise ValueError(f"{where}: rank {rank} is in no row of the mesh, whose ranks are {mesh.mesh.tolist()}")
     group = _group_name(mesh, names, ranks)
-    waiting.along(group, " x ".join(names))
+    waiting.name_axes(group, " x ".join(names))
     return Axis(len(ranks), ranks.index(rank), group)
 
 

@@ -95,7 +95,7 @@ def place(group: str, text: str) -> ReachedComparison:
     return ReachedComparison(text, group, number, inside, open_body.where)
 
 
-def alike() -> None:
+def mark_common_error() -> None:
     """Records that all ranks know of a difference, so the error that follows is not this rank's own."""
     open_body = _bodies.get(get_ident())
     if open_body is not None:
@@ -108,7 +108,7 @@ def outside(operation: str, group: str) -> ReachedComparison:
 
 
 @contextlib.contextmanager
-def at(place: ReachedComparison) -> Iterator[None]:
+def holding_at(place: ReachedComparison) -> Iterator[None]:
     """Holds this thread at a place; when the block ends without an error, all ranks have reached it."""
     thread = get_ident()
     reaching[thread] = place
@@ -143,7 +143,7 @@ def failure(group: str) -> str:
     return f" (after it {outcome})" if own_error and number == _numbers.get(group) else ""
 
 
-def forget(groups: Iterable[str]) -> None:
+def reset_comparisons(groups: Iterable[str]) -> None:
     """Restarts the count of comparisons in these groups."""
     for group in groups:
         for counts in (_numbers, _left, *(open_body.counts for open_body in list(_bodies.values()))):

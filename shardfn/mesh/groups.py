@@ -118,7 +118,7 @@ def _once(
         if future is own_future:
             try:
                 if process_groups.between_processes():
-                    waiting.meet(repr(key), ranks, "the making of a group", caller)
+                    waiting.wait_for_ranks(repr(key), ranks, "the making of a group", caller)
                     # Without the watchdog, the backend would wait for minutes for a rank that is killed now.
                     with waiting.on("the connecting of a group", f"meeting {key!r}", caller, ranks):
                         group = make()

@@ -45,7 +45,7 @@ class Start:
         return {name: str(value) for name, value in (values | local).items()}
 
 
-def found(environ: Environ, pid: int) -> Start | None:
+def detect_launcher(environ: Environ, pid: int) -> Start | None:
     """Returns this process's place in the world that the environment describes; None for a world of one.
 
     RANK and WORLD_SIZE take precedence, since torchrun may itself have been started by srun or mpirun; then the

@@ -73,7 +73,7 @@ def roll_call(
     pause, next_warning = 0.001, watchdog.PATIENCE * watchdog.STARTING
     while True:
         if store.check([_WRONG]):
-            raise RuntimeError(_heard(store, rank, len(cards)))
+            raise RuntimeError(_closing_error(store, rank, len(cards)))
         if rank == 0 and _all_here(store, mine.size, cards):
             store.set(_CARDS, json.dumps([asdict(cards[other]) for other in range(mine.size)]))
         if store.check([_CARDS]):
@@ -128,7 +128,7 @@ def _missing(store: Any, rank: int, size: int, come: Mapping[int, Card]) -> str:
     return f"rank 0 of {size} has not come"
 
 
-def _heard(store: Any, rank: int, present: int) -> str:
+def _closing_error(store: Any, rank: int, present: int) -> str:
     """Returns the error that ends the roll call; rank 0 first waits until the others have read it."""
     message = bytes(store.get(_WRONG)).decode()
     until = time.monotonic() + watchdog.PATIENCE

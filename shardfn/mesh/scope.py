@@ -105,13 +105,13 @@ def bound_axis(axis: AxisName, where: str) -> Axis:
     """
     if not isinstance(axis, str) and not (isinstance(axis, tuple) and all(isinstance(name, str) for name in axis)):
         got = type(axis).__name__ if isinstance(axis, torch.Tensor) or "tensor(" in repr(axis) else repr(axis)
-        raise TypeError(f"{callers.asked(where)}: axis must be a name or a tuple of names, got {got}")
+        raise TypeError(f"{callers.api_name(where)}: axis must be a name or a tuple of names, got {got}")
     if not axis:
         return ALONE
     axes = axes_here()
     if axes is None:
         raise NameError(
-            f"{callers.asked(where)}: there is no mesh in scope, so the axis {axis!r} means nothing here. "
+            f"{callers.api_name(where)}: there is no mesh in scope, so the axis {axis!r} means nothing here. "
             f"Call it under shardfn.shard_map(f, mesh=..., in_specs=..., out_specs=...)."
         )
     if torch.compiler.is_compiling():

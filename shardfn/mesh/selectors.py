@@ -32,7 +32,7 @@ class Chosen:
         """Returns the patterns that match none of these paths."""
         return {pattern.pattern for pattern in self.patterns}.difference(*map(self.matching, paths))
 
-    def said(self) -> str:
+    def as_text(self) -> str:
         """Returns the selection as text, for messages."""
         return short(self) or "an empty list"
 

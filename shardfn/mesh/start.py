@@ -56,7 +56,7 @@ def start_distributed(device: str = "cpu", timeout: timedelta | None = None) -> 
         cards = _start(device, timeout)
         if cards:
             world_of_thread().agreed[f"cards {device}"] = cards
-            _met(cards)
+            _watching_store(cards)
     elif timeout is not None and timeout != process_groups.default_store().timeout:
         raise ValueError(
             f"make_mesh: timeout={timeout.total_seconds():g} s, but the world has begun, with "
@@ -74,7 +74,7 @@ def _start(device: str, timeout: timedelta | None) -> tuple[Card, ...]:
     """Joins the world that the environment describes; returns the ranks' cards, none for a world of one."""
     global _begun
     try:
-        start = launchers.found(os.environ, os.getpid())
+        start = launchers.detect_launcher(os.environ, os.getpid())
     except ValueError as error:
         _complain(error)
         raise
@@ -151,11 +151,11 @@ def _cards(device: str) -> tuple[Card, ...]:
                 dist.PrefixStore(f"shardfn/roll {number}", store),  # type: ignore[attr-defined]
                 dist.get_rank(), own_card, store.timeout.total_seconds(), lambda: wait.verdict,
             )  # fmt: skip
-        _met(cards)
+        _watching_store(cards)
     return cards
 
 
-def _met(cards: tuple[Card, ...]) -> None:
+def _watching_store(cards: tuple[Card, ...]) -> None:
     """Notes rank 0's process for the watchdog if it serves the store: after its end no rank could look that up."""
     if watchdog.watcher and watchdog.watcher.rank and process_groups.host_of(process_groups.default_store()):
         watchdog.watcher.server = "" if agents_store() else cards[0].alive

@@ -123,7 +123,7 @@ def during(call: str) -> Iterator[None]:
             watchdog.calls.pop(thread, None)
 
 
-def along(group: str, axes: str) -> None:
+def name_axes(group: str, axes: str) -> None:
     """Makes messages name a group by these axes."""
     _axes_of[group] = axes
 
@@ -141,17 +141,17 @@ def release(groups: Iterable[str], reason: str) -> None:
             wait.verdict, wait.renewed = reason, True
 
 
-def forget(groups: Iterable[str]) -> None:
+def reset_waits(groups: Iterable[str]) -> None:
     """Clears all state of waits in these groups, such as the counts of arrivals."""
     names = set(groups)
     for key in [key for key in list(arrivals) if key[1] in names or key[1].startswith("meeting ")]:
         arrivals.pop(key, None)
     for name in names:
         broken_groups.pop(name, None)
-    comparisons.forget(names)
+    comparisons.reset_comparisons(names)
 
 
-def meet(name: str, ranks: Sequence[int], operation: str, caller: str) -> None:
+def wait_for_ranks(name: str, ranks: Sequence[int], operation: str, caller: str) -> None:
     """Waits, by the store, until all of these ranks have made the same call.
 
     Raises:

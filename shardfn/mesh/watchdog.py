@@ -302,11 +302,11 @@ class Watcher:
             try:
                 with self.looks:
                     if not self.over and dist.is_initialized():
-                        self.look()
+                        self.poll()
             except Exception as error:  # the world may end during a check
                 _log.debug("looking after waits: %s", error)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Runs one check: publishes this rank's waits, and reads those of other ranks."""
         for callback in list(looking.values()):
             callback(self.reach())
@@ -518,7 +518,7 @@ class Watcher:
     def give_up(self, wait: on, stuck: dict[int, on]) -> None:
         """Wakes the thread that is blocked in a wait, with an error."""
         used = {group for _, group in list(arrivals)}
-        ranks = [dist.get_process_group_ranks(group) for group in map(_made, used) if group is not None]
+        ranks = [dist.get_process_group_ranks(group) for group in map(_group_named, used) if group is not None]
         states = self.reached(stuck, set().union(*ranks))
         broken = self.hear(given_up(waits_in_vain(states), states))
         if wait.ranks is None:
@@ -536,7 +536,9 @@ class Watcher:
         Other ranks may wait for this rank in such a group, and its next collective there would not match theirs.
         """
         self.vain = {**vain, **self.vain}
-        causes = {name: cause for cause, *waits in vain.values() for _, name, *_ in waits if _made(name) is not None}
+        causes = {
+            name: cause for cause, *waits in vain.values() for _, name, *_ in waits if _group_named(name) is not None
+        }
         new = causes.keys() - broken_groups.keys()
         broken_groups.update({name: causes[name] for name in new})
         return new
@@ -553,7 +555,7 @@ def _place(frame: Any) -> Any:
     return frame and (frame, frame.f_lasti)
 
 
-def _made(group: str) -> Any:
+def _group_named(group: str) -> Any:
     """Returns the process group of this name, or None if this process has none."""
     try:
         return process_groups.group_of(group)

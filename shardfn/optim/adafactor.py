@@ -70,7 +70,7 @@ class _Whole:
     """Keeps the second moment of every element."""
 
     def init(self, leaves: Units) -> Any:
-        return leaves.like(zeros(unit.values) if unit.trainable else None for unit in leaves.each)
+        return leaves.with_values(zeros(unit.values) if unit.trainable else None for unit in leaves.each)
 
     def updated(self, leaves: Units, state: Any, grads: list[Tensor | None], weights: _Powers) -> Any:
         def updated_unit(unit: Unit, old: Tensor, grad: Tensor) -> Tensor:
@@ -80,12 +80,12 @@ class _Whole:
             parts = [old[start:stop].lerp(grad[start:stop].square(), weight) for weight, start, stop in spans]
             return joined(parts, unit._replace(values=old), [(start, stop) for _, start, stop in spans])
 
-        rows = zip(leaves.each, leaves.beside(state), grads, strict=True)
-        return leaves.like(old if grad is None else updated_unit(unit, old, grad) for unit, old, grad in rows)
+        rows = zip(leaves.each, leaves.values_in(state), grads, strict=True)
+        return leaves.with_values(old if grad is None else updated_unit(unit, old, grad) for unit, old, grad in rows)
 
     def moments_of(self, leaves: Units, state: Any, i: int, minimum: float) -> Tensor:
         del minimum
-        moments: Tensor = leaves.beside(state)[i]
+        moments: Tensor = leaves.values_in(state)[i]
         return moments
 
 
@@ -185,7 +185,11 @@ def _optimizer(moments: Any, numbers: dict[str, Any], eps: float | None, donate:
                 if update is not None:
                     new = _adafactor_values(unit, update, sizes, hparams, bounds)
                     values[i] = unit.values.copy_(new) if donate else new
-        return params if donate else leaves.like(values), state | {"step": count, "missed": missed, "square": square}
+        return params if donate else leaves.with_values(values), state | {
+            "step": count,
+            "missed": missed,
+            "square": square,
+        }
 
     return Optimizer(init, on_whole(step))
 

@@ -342,7 +342,7 @@ def _unit_differs(name: str, p: Any, g: Any) -> str:
         return f"{name}: the gradient is of other parameters: of {g.layout}, and the parameter is {p.layout}"
     if not p.layout.trainable or g.values is None:
         return ""
-    local_numel = p.stop - p.start if type(p) is Piece else p.layout.held(process_groups.global_rank())
+    local_numel = p.stop - p.start if type(p) is Piece else p.layout.num_elements_on(process_groups.global_rank())
     if tuple(p.values.shape) != (local_numel,):
         return f"{name}: the parameters are {_shown(p.values)}, but the layout {p.layout} says ({local_numel},)"
     offloaded = p.layout.placement.tiers != NOWHERE

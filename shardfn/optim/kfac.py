@@ -40,7 +40,7 @@ from shardfn.quoting import listed
 from shardfn.shards.layout import is_flat
 from shardfn.shards.parts import refuse_parts
 from shardfn.shards.pieces import Units, pairs, refuse_complex, units, zeros_like
-from shardfn.transforms.fitting import together
+from shardfn.transforms.fitting import program_ranks
 
 
 class Moments(Protocol):
@@ -84,7 +84,7 @@ def _agreed(moments: Any, state: Any, numbers: dict[str, Any]) -> tuple[Any, dic
         )
     hparams = numbers | state["chosen"]["numbers"]
     lines = [f"{key}: {value!r}" for key, value in hparams.items() if isinstance(value, Real)]
-    agree(lines, together(moments.inputs), "kfac", subject=_ALIKE)
+    agree(lines, program_ranks(moments.inputs), "kfac", subject=_ALIKE)
     return state["chosen"], hparams
 
 
@@ -199,7 +199,7 @@ def kfac(
                 "kfac: there are no factors before the first estimate: state = optimizer.estimate(curvature.grams("
                 "losses, params, [batch], outputs=True), state)"
             )
-        momenta, values = leaves.beside(state["momentum"]), [unit.values for unit in leaves.each]
+        momenta, values = leaves.values_in(state["momentum"]), [unit.values for unit in leaves.each]
         gradients = {i: g for i, (unit, g) in enumerate(pairs(leaves, grads)) if unit.trainable}
         present = {i: g for i, g in gradients.items() if g is not None}
         with torch.no_grad():
@@ -215,8 +215,8 @@ def kfac(
                 m = momenta[i] if donate else momenta[i].clone()
                 momenta[i] = m.mul_(hparams["momentum"]).add_(d)
                 values[i] = updated_values(leaves.each[i], m, hparams, donate)
-        new = params if donate else leaves.like(values)
-        return new, state | {"step": count, "momentum": leaves.like(momenta), "blocks": block_states}
+        new = params if donate else leaves.with_values(values)
+        return new, state | {"step": count, "momentum": leaves.with_values(momenta), "blocks": block_states}
 
     fallback = adamw(1e-3, donate=donate) if otherwise is None else otherwise
     combined = split("kfac", Optimizer(init, on_whole(step)), which, fallback)

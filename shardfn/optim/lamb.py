@@ -82,10 +82,10 @@ def lamb(
         if donate:
             refuse_overwriting("lamb", params, grads, state)
             if not (dispatch.in_graph() or functorch.inside_transform()):  # which have no rules for lists
-                _overwrite(leaves, gs, [leaves.beside(state[name]) for name in ("mean", "square")], hparams, counts)
+                _overwrite(leaves, gs, [leaves.values_in(state[name]) for name in ("mean", "square")], hparams, counts)
                 return params, state | counts
         with torch.set_grad_enabled(not donate and torch.is_grad_enabled()):
-            slots = {name: leaves.beside(state[name]) for name in ("mean", "square")}
+            slots = {name: leaves.values_in(state[name]) for name in ("mean", "square")}
             moving = [unit._replace(trainable=g is not None) for unit, g in zip(leaves.each, gs, strict=True)]
             for i, g in enumerate(gs):
                 if g is not None:
@@ -101,8 +101,8 @@ def lamb(
                 if move.trainable:
                     new = _lamb_values(leaves.each[i], move.values, quotients, hparams["lr"])
                     values[i] = values[i].copy_(new) if donate else new
-        new_state = state if donate else state | {name: leaves.like(slot) for name, slot in slots.items()}
-        return params if donate else leaves.like(values), new_state | counts
+        new_state = state if donate else state | {name: leaves.with_values(slot) for name, slot in slots.items()}
+        return params if donate else leaves.with_values(values), new_state | counts
 
     return Optimizer(init, on_whole(step))
 

@@ -83,7 +83,7 @@ def muon(
         count, hparams = begun(numbers, state)
         leaves = units(params)
         refuse_parts("muon", leaves)
-        momenta = leaves.beside(state["momentum"])
+        momenta = leaves.values_in(state["momentum"])
         present = {i: grad for i, (_, grad) in enumerate(pairs(leaves, grads)) if grad is not None}
         moving, gs = list(present), list(present.values())
         if not moving:
@@ -101,8 +101,8 @@ def muon(
             for i, unit, o, m in zip(moving, chosen, orthogonal, averages, strict=True):
                 values[i] = updated_values(unit, o, hparams, donate, lambda s: max(1.0, s[0] / s[1]) ** 0.5)
                 momenta[i] = m
-        new_params = params if donate else leaves.like(values)
-        return new_params, state | {"step": count, "momentum": leaves.like(momenta)}
+        new_params = params if donate else leaves.with_values(values)
+        return new_params, state | {"step": count, "momentum": leaves.with_values(momenta)}
 
     return Optimizer(init, on_whole(step))
 

@@ -25,7 +25,7 @@ from shardfn.optim.optimizer import Transform
 from shardfn.quoting import listed
 from shardfn.shards.parts import has_parts, refuse_parts
 from shardfn.shards.pieces import Unit, Units, dense, home, spread, units
-from shardfn.tiers.placing import held
+from shardfn.tiers.placing import in_memory
 from shardfn.tiers.streaming import in_place
 from shardfn.tiers.tensors import on_disk
 
@@ -115,7 +115,7 @@ def _largest(leaves: Units) -> Tensor:
     for unit in leaves.each:
         grids.setdefault(unit.layout and unit.layout.grid, []).append(unit)
         if on_disk(unit.values):
-            with held(unit.values) as values:
+            with in_memory(unit.values) as values:
                 tops |= _norms(_parts_of(unit, values), math.inf)
         else:
             parts |= _parts_of(unit, unit.values)
@@ -317,7 +317,7 @@ def _changed(
         with torch.no_grad():
             in_place([unit.values for unit in trained], overwrite)
         return tree
-    return leaves.like(replaced(u) if u.trainable and u.values is not None else u.values for u in leaves.each)
+    return leaves.with_values(replaced(u) if u.trainable and u.values is not None else u.values for u in leaves.each)
 
 
 def squares(leaves: Units, order: float = 2.0) -> dict[str, Tensor]:
@@ -327,7 +327,7 @@ def squares(leaves: Units, order: float = 2.0) -> dict[str, Tensor]:
     for unit in leaves.each:
         if unit.trainable and on_disk(unit.values) and not differentiable(unit.values):
             # A tensor on disk is in memory only here, one at a time.
-            with held(unit.values.detach()) as values:
+            with in_memory(unit.values.detach()) as values:
                 sums |= _norms(_parts_of(unit, values), order)
         elif unit.trainable:
             parts |= _parts_of(unit, unit.values)

@@ -118,14 +118,14 @@ def map_trained(rule: Callable[..., Any], params: Any, grads: Any, *slots: Any) 
         ``params, m = map_trained(lambda p, g, m: (p - 0.1 * (m + g), m + g), params, grads, m)``
     """
     leaves = units(params)
-    columns = [[unit.values for unit in leaves.each], *map(leaves.beside, slots)]
+    columns = [[unit.values for unit in leaves.each], *map(leaves.values_in, slots)]
     for i, (unit, grad) in enumerate(pairs(leaves, grads)):
         if grad is not None:
             slot_values = [column[i] for column in columns[1:]]
             new = rule(unit.values, grad, *slot_values)
             for column, x in zip(columns, new if slots else (new,), strict=True):
                 column[i] = x
-    trees = tuple(map(leaves.like, columns))
+    trees = tuple(map(leaves.with_values, columns))
     return trees if slots else trees[0]
 
 

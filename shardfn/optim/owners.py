@@ -33,7 +33,7 @@ from shardfn.mesh.spec import P, dotted, joined
 from shardfn.optim.differentiable import filled, numbered, tied
 from shardfn.optim.norms import wide
 from shardfn.optim.optimizer import of_rule
-from shardfn.shards.boxes import Box, Ints, boxes, whole
+from shardfn.shards.boxes import Box, Ints, boxes, full_box
 from shardfn.shards.layout import FlatShard, Layout, Range, is_flat, lay
 from shardfn.shards.pieces import Unit, slot
 from shardfn.shards.placement import Placement
@@ -142,7 +142,7 @@ def on_everyone(
             if matrix.path in segments:
                 segment = segments[matrix.path]
                 part = None if matrix.layout is None else matrix.local_range(process_groups.global_rank())
-                local = result if part is None else result[Box(part.corner, part.shape).within(matrix.box)]
+                local = result if part is None else result[Box(part.corner, part.shape).slices_in(matrix.box)]
                 rows[matrix.path] = local.reshape(-1)[segment.first : segment.first + segment.stop - segment.start]
         results.append(filled(torch.zeros_like(tensor), unit, (rows[segment.path] for segment in unit.filled), ties))
     return results
@@ -169,12 +169,12 @@ class BlockSlice:
 
     def view_in(self, local: Tensor) -> Tensor:
         """A view of the part in all elements of the parameter that the rank holds."""
-        return local[self.first : self.first + self.box.numel].view(self.box.sizes)[self.common.within(self.box)]
+        return local[self.first : self.first + self.box.numel].view(self.box.sizes)[self.common.slices_in(self.box)]
 
     @property
     def inside(self) -> tuple[slice, ...]:
         """The slices that select it from its block."""
-        return self.common.within(self.block)
+        return self.common.slices_in(self.block)
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ class OwnedBlock:
         if rank_range is None:
             return
         for box in boxes(rank_range.shape, rank_range.start, rank_range.stop):
-            shifted = box.moved(rank_range.corner)
+            shifted = box.translated(rank_range.corner)
             common = shifted.common(self.box)
             if common is not None:
                 yield BlockSlice(first, shifted, common, self.box)
@@ -254,7 +254,7 @@ def _cut(shape: Ints, max_size: int | None) -> list[Box]:
     if not math.prod(shape):
         return []
     if max_size is None:
-        return [whole(shape)]
+        return [full_box(shape)]
     ranges = [[(start, min(max_size, n - start)) for start in range(0, n, max_size)] for n in shape]
     return [
         Box(tuple(start for start, _ in box_ranges), tuple(n for _, n in box_ranges))
@@ -304,7 +304,7 @@ def remembered(unit: Unit, block: OwnedBlock, owner: int, shapes: Any) -> Any:
         return optree.tree_map(lambda shape: unit.values.new_zeros(shape, dtype=dtype), shapes, is_leaf=_ints)
     accessors, sizes, tree = optree.tree_flatten_with_accessor(shapes, is_leaf=_ints)
     layout = _on_owner(block, owner, tuple(map(dotted, accessors)), tuple(sizes), tree, dtype)
-    return FlatShard(slot(unit, (layout.held(process_groups.global_rank()),), layout.dtype), layout)
+    return FlatShard(slot(unit, (layout.num_elements_on(process_groups.global_rank()),), layout.dtype), layout)
 
 
 def as_owner(state: Any) -> Any:
@@ -341,7 +341,7 @@ def handed(pairs: Sequence[tuple[Any, Any]]) -> list[Tensor | None]:
             for n, x in zip(members, outgoing[0], strict=True):
                 received[n] = x
             continue
-        boxes_of = {n: whole(pairs[n][0].layout.whole_shape(0)) for n in members}
+        boxes_of = {n: full_box(pairs[n][0].layout.whole_shape(0)) for n in members}
         shares = {n: (n, BlockSlice(0, box, box, box)) for n, box in boxes_of.items()}
         incoming = [[shares[n] for n in members if routes[n] == (source, peers.rank)] for source in peers.ranks]
         for n, _, x in _exchanged(outgoing, incoming, torch.empty(0, dtype=dtype, device=device), peers):
@@ -496,13 +496,13 @@ class _ElementExchange(Scheduled):
     def __str__(self) -> str:
         return f"exchange of optimizers' work along {self.peers.axes}"
 
-    def like(self, inputs: Sequence[Tensor | None]) -> list[Tensor]:
+    def empty_results(self, inputs: Sequence[Tensor | None]) -> list[Tensor]:
         (flat,) = inputs
         assert flat is not None
         return [flat.new_empty(sum(self.received))]
 
     def start(self, inputs: Sequence[Tensor | None]) -> Any:
-        (flat,), (received,), peers = inputs, self.like(inputs), self.peers
+        (flat,), (received,), peers = inputs, self.empty_results(inputs), self.peers
         assert flat is not None
         remote = flat.numel() - self.sent[peers.ranks.index(peers.rank)]
         record("all_to_all", peers.name, flat.dtype, remote * flat.element_size(), "native", peers.axes)

@@ -55,18 +55,21 @@ def master(optimizer: Optimizer, *, donate: bool = True) -> Optimizer:
         refuse_complex(leaves, "master")
         make = (lambda unit: copied(unit, wide(unit.values))) if donate else _widened
         copies = [make(unit) if _narrow(unit) else None for unit in leaves.each]
-        return {"optimizer": optimizer.init(_with(leaves, copies)), "master": leaves.like(copies)}
+        return {"optimizer": optimizer.init(_with(leaves, copies)), "master": leaves.with_values(copies)}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         leaves = units(params)
         if donate:
             refuse_overwriting("master", params, grads, state)
-        copies = leaves.beside(state["master"])
+        copies = leaves.values_in(state["master"])
         new_params, inner = optimizer.step(_with(leaves, copies), grads, state["optimizer"])
-        new = leaves.beside(new_params)
+        new = leaves.values_in(new_params)
         masters = [x if _narrow(unit) else None for x, unit in zip(new, leaves.each, strict=True)]
         rounded = (x.to(unit.values.dtype) if _narrow(unit) else x for x, unit in zip(new, leaves.each, strict=True))
-        return _tree_with_values(leaves, rounded, params, donate), {"optimizer": inner, "master": leaves.like(masters)}
+        return _tree_with_values(leaves, rounded, params, donate), {
+            "optimizer": inner,
+            "master": leaves.with_values(masters),
+        }
 
     return Optimizer(init, step)
 
@@ -123,7 +126,7 @@ def stochastic_rounding(optimizer: Optimizer, *, seed: int = 0, donate: bool = T
         copies = [x.detach() if donate and x is not None else x for x in copies]
         new_params, inner = optimizer.step(_with(leaves, copies), grads, state["optimizer"])
         salt = state["seed"], count, "parameters"
-        new = leaves.beside(new_params)
+        new = leaves.values_in(new_params)
         round_unit = _rounded_into if donate else _rounded
         new = [round_unit(unit, x, salt) if _narrow(unit) else x for unit, x in zip(leaves.each, new, strict=True)]
         state = {"optimizer": inner, "step": count, "seed": state["seed"]}
@@ -209,7 +212,7 @@ def _widened(unit: Unit) -> Tensor:
 
 def _with(leaves: Units, copies: list[Any]) -> Any:
     """The tree with copies in place of the values that have one."""
-    return leaves.like(unit.values if x is None else x for unit, x in zip(leaves.each, copies, strict=True))
+    return leaves.with_values(unit.values if x is None else x for unit, x in zip(leaves.each, copies, strict=True))
 
 
 def _rounded(unit: Unit, x: Tensor, salt: tuple[Any, ...]) -> Tensor:
@@ -232,7 +235,7 @@ def _rounded_into(unit: Unit, x: Tensor, salt: tuple[Any, ...]) -> Tensor:
 def _tree_with_values(leaves: Units, new: Iterable[Any], params: Any, donate: bool) -> Any:
     """The tree with new values; with `donate`, the old tree, overwritten."""
     if not donate:
-        return leaves.like(new)
+        return leaves.with_values(new)
     with torch.no_grad():
         for unit, x in zip(leaves.each, new, strict=True):
             if unit.trainable and x is not unit.values:

@@ -299,7 +299,7 @@ def _optimizer(
                 updated_values(unit, next(directions), hparams, donate) if unit.trainable and next(has) else unit.values
                 for unit in leaves.each
             ]
-        new = params if donate else leaves.like(values)
+        new = params if donate else leaves.with_values(values)
         return new, state | {"step": count, "counts": counts, "blocks": blocks}
 
     vector_numbers = {key: numbers[key] for key in ("lr", "b1", "b2", "eps", "weight_decay")}

@@ -27,7 +27,7 @@ from shardfn.optim.differentiable import differentiable, share_memory
 from shardfn.optim.state_offload import Init, Step
 from shardfn.shards.layout import FlatShard, Layout, is_flat
 from shardfn.tiers import copying, placing
-from shardfn.tiers.placing import brought
+from shardfn.tiers.placing import on_mesh_device
 
 Finer = Callable[[Layout], Layout]
 
@@ -136,13 +136,13 @@ class _GatherUpdated(Scheduled):
     def __str__(self) -> str:
         return f"gather new parts of {self.layout.stage}: {self.layout.piece} {self.layout.dtype}"
 
-    def like(self, inputs: Sequence[Tensor | None]) -> list[Tensor]:
+    def empty_results(self, inputs: Sequence[Tensor | None]) -> list[Tensor]:
         (part,) = inputs
         assert part is not None
         return [part.new_empty(self.layout.piece)]
 
     def start(self, inputs: Sequence[Tensor | None]) -> tuple[Tensor, Handle]:
-        (full,), (part,), start = self.like(inputs), inputs, start_of(self.layout, self.fine)
+        (full,), (part,), start = self.empty_results(inputs), inputs, start_of(self.layout, self.fine)
         assert part is not None
         full[start : start + self.fine.piece].copy_(part)
         with attributed_to(self.layout.stage):
@@ -173,7 +173,7 @@ def _gather_updated(
         local = full[start : start + fine.piece]
         if not share_memory(full, new):  # or else the part is in place already
             local.copy_(new)
-        if layout.grid.size(names) > 1 and layout.here(process_groups.global_rank()):
+        if layout.grid.size(names) > 1 and layout.lives_on(process_groups.global_rank()):
             communicator = communicator_of(mesh, names)
             if dispatch.in_graph():
                 (gathered,) = run(_GatherUpdated(layout, fine, communicator), [new])
@@ -189,7 +189,7 @@ def _gather_offloaded(node: FlatShard, new: Tensor, donated: bool, mesh: DeviceM
     """As `_gather_updated`, for parameters on the host or on disk: the device gathers them one at a time."""
     tier = node.layout.placement.tiers.params
     with torch.no_grad(), scope(mesh):
-        gathered = functional.all_gather(brought(new.detach(), mesh), names, to="invariant")
+        gathered = functional.all_gather(on_mesh_device(new.detach(), mesh), names, to="invariant")
         if not donated:
             return placing.put(gathered, tier, "params", mesh)
         copying.copy_(node.values.detach(), gathered)

@@ -68,7 +68,7 @@ class Coded:
 
     def stored(self, leaves: Units, state: Any, slot: str) -> list[Stored | None]:
         """The tensors that store a slot of each unit: codes and scales."""
-        rows = zip(leaves.beside(state["codes"][slot]), blocks.beside(leaves, state["scales"][slot]), strict=True)
+        rows = zip(leaves.values_in(state["codes"][slot]), blocks.blocks_of(leaves, state["scales"][slot]), strict=True)
         return [None if of_codes is None else (of_codes, scales) for of_codes, scales in rows]
 
     def entries(self, leaves: Units, slots: dict[str, list[Stored | None]]) -> dict[str, Any]:
@@ -76,8 +76,8 @@ class Coded:
         entries: dict[str, Any] = {"codes": {}, "scales": {}}
         for slot, stored in slots.items():
             of_codes, scales = zip(*(pair or (None, None) for pair in stored), strict=True) if stored else ((), ())
-            entries["codes"][slot] = leaves.like(of_codes)
-            entries["scales"][slot] = leaves.rebuilt(map(blocks.like, leaves.each, scales))
+            entries["codes"][slot] = leaves.with_values(of_codes)
+            entries["scales"][slot] = leaves.rebuilt(map(blocks.blocks_node, leaves.each, scales))
         return entries
 
     def chunks(self, unit: Unit, start: int, stop: int, max_elements: int) -> Sequence[Runs]:
@@ -161,15 +161,15 @@ class Rounded:
     def init(self, leaves: Units, slots: Sequence[str]) -> dict[str, Any]:
         """The state's entries for slots that are zero."""
         by_slot = {slot: [slot_of(u, dtype=self.dtype) if u.trainable else None for u in leaves.each] for slot in slots}
-        return {slot: leaves.like(zeros) for slot, zeros in by_slot.items()}
+        return {slot: leaves.with_values(zeros) for slot, zeros in by_slot.items()}
 
     def stored(self, leaves: Units, state: Any, slot: str) -> list[Stored | None]:
         """The tensors that store a slot of each unit."""
-        return [None if x is None else (x,) for x in leaves.beside(state[slot])]
+        return [None if x is None else (x,) for x in leaves.values_in(state[slot])]
 
     def entries(self, leaves: Units, slots: dict[str, list[Stored | None]]) -> dict[str, Any]:
         """The state's entries: a tree of tensors for each slot."""
-        return {slot: leaves.like(None if x is None else x[0] for x in stored) for slot, stored in slots.items()}
+        return {slot: leaves.with_values(None if x is None else x[0] for x in stored) for slot, stored in slots.items()}
 
     def chunks(self, unit: Unit, start: int, stop: int, max_elements: int) -> Sequence[Runs]:
         """Elements `start` to `stop` of a unit, in chunks of at most this many elements."""

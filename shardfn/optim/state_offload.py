@@ -101,7 +101,7 @@ def _mesh(node: Any) -> Any:
 
 def _on_tier(node: Any, tier: str) -> bool:
     """Whether a node's values are on a tier."""
-    return placing.there(node.values.detach(), tier, _mesh(node))
+    return placing.is_on_tier(node.values.detach(), tier, _mesh(node))
 
 
 def _put(tree: Any, kind: str) -> Any:

@@ -107,7 +107,9 @@ def optimizer(
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         count, hparams = begun(numbers, state)
         leaves = units(params)
-        slots = [leaves.beside(state[s]) if storage is None else storage.stored(leaves, state, s) for s in rule.slots]
+        slots = [
+            leaves.values_in(state[s]) if storage is None else storage.stored(leaves, state, s) for s in rule.slots
+        ]
         rows = pairs(leaves, grads)
         missed = missed_after(state["missed"], rows) if rule.counts else {}
         new_counts = {"step": count} | ({"missed": missed} if rule.counts else {})
@@ -122,9 +124,13 @@ def optimizer(
                 (_overwrite if storage is None else _overwrite_kept)(rule_step, jobs)
             return params, state | new_counts
         (_replace_all if storage is None else _replace_kept)(rule_step, jobs)
-        new_params = leaves.like(item.values for item in work)
+        new_params = leaves.with_values(item.values for item in work)
         new = {slot: [item.slots[i] for item in work] for i, slot in enumerate(rule.slots)}
-        trees = {slot: leaves.like(x) for slot, x in new.items()} if storage is None else storage.entries(leaves, new)
+        trees = (
+            {slot: leaves.with_values(x) for slot, x in new.items()}
+            if storage is None
+            else storage.entries(leaves, new)
+        )
         return new_params, state | new_counts | trees
 
     return Optimizer(init, step if donate else on_whole(step))

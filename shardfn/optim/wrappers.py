@@ -84,7 +84,7 @@ def split(name: str, optimizer: Optimizer, rule: Which, otherwise: Optimizer | N
             pieces.sort(key=lambda piece: piece[:2])
             if any(not share_memory(new, values[i]) for *_, new in pieces):  # else it was overwritten in place
                 values[i] = joined([new for *_, new in pieces], leaves.each[i], [(a, b) for a, b, _ in pieces])
-        return leaves.like(values), state
+        return leaves.with_values(values), state
 
     return Optimizer(init, step)
 
@@ -152,12 +152,12 @@ def ema(optimizer: Optimizer, decay: float, *, donate: bool = True) -> Optimizer
     def init(params: Any) -> Any:
         leaves = units(params)
         copies = [(copied(u) if donate else u.values.clone()) if u.trainable else u.values for u in leaves.each]
-        return {"optimizer": optimizer.init(params), "decay": decay, "average": leaves.like(copies)}
+        return {"optimizer": optimizer.init(params), "decay": decay, "average": leaves.with_values(copies)}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         params, inner = optimizer.step(params, grads, state["optimizer"])
         leaves = units(params)
-        averages = leaves.beside(state["average"])
+        averages = leaves.values_in(state["average"])
         moving = [i for i, unit in enumerate(leaves.each) if unit.trainable]
         if not moving:
             return params, state | {"optimizer": inner}
@@ -169,7 +169,7 @@ def ema(optimizer: Optimizer, decay: float, *, donate: bool = True) -> Optimizer
             new = lerped(old, current, 1 - state["decay"], donate)
         for i, average in zip(moving, new, strict=True):
             averages[i] = average
-        return params, state | {"optimizer": inner, "average": leaves.like(averages)}
+        return params, state | {"optimizer": inner, "average": leaves.with_values(averages)}
 
     return Optimizer(init, step)
 
@@ -220,22 +220,22 @@ def accumulate(optimizer: Optimizer, every: int, *, accumulator_dtype: torch.dty
     def nothing(params: Any) -> dict[str, Any]:
         leaves = units(params)
         paths = [path for unit in leaves.each if unit.trainable for path in _paths(unit)]
-        sums = leaves.like(sum_of(unit) if unit.trainable else None for unit in leaves.each)
+        sums = leaves.with_values(sum_of(unit) if unit.trainable else None for unit in leaves.each)
         return {"sum": sums, "given": dict.fromkeys(paths, 0)}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         leaves = units(params)
-        sums = leaves.beside(state["sum"])
+        sums = leaves.values_in(state["sum"])
         sum_units = [unit if s is None else unit._replace(values=s) for unit, s in zip(leaves.each, sums, strict=True)]
         gradient_pairs = pairs(leaves._replace(each=sum_units), grads)  # in the dtype of the sums
         total = [s if g is None or s is None else s + g for s, (_, g) in zip(sums, gradient_pairs, strict=True)]
         received = state["given"] | {path: 1 for unit, g in gradient_pairs if g is not None for path in _paths(unit)}
         count = state["count"] + 1
         if count < every:
-            return params, state | {"count": count, "sum": leaves.like(total), "given": received}
+            return params, state | {"count": count, "sum": leaves.with_values(total), "given": received}
         # What got no gradient in any of the steps gets none, and not zeros: it stays, without weight decay.
         have_gradient = [unit.trainable and any(received[path] for path in _paths(unit)) for unit in leaves.each]
-        grads = leaves.like(s if present else None for s, present in zip(total, have_gradient, strict=True))
+        grads = leaves.with_values(s if present else None for s, present in zip(total, have_gradient, strict=True))
         params, inner = optimizer.step(params, grads, state["optimizer"])
         return params, {"optimizer": inner, "count": 0} | nothing(params)
 

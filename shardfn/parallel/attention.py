@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.callers import asked
+from shardfn.callers import api_name
 from shardfn.check import recording
 from shardfn.collectives import ops
 from shardfn.collectives.functional import all_gather, all_to_all, axis_index, axis_size
@@ -158,22 +158,25 @@ def _places(local_length: int, index: int, size: int, balanced: bool, device: to
 def _check_same_pieces(name: str, axis: AxisName, tensors: dict[str, Tensor], **options: Any) -> None:
     """Raises on all ranks, in a checked call, if their pieces differ in shape, or their options differ."""
     advice = "Every rank passes the same, and as many places of the sequence: pad it to one length before it is cut"
-    ops.alike(name, axis, tensors["k"], lambda: ops.arguments(tensors, **options), advice)
+    ops.compare_arguments(name, axis, tensors["k"], lambda: ops.arguments(tensors, **options), advice)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
     if not q.dtype == k.dtype == v.dtype:
         kinds = f"q is {q.dtype}, k {k.dtype} and v {v.dtype}"
-        raise TypeError(f"{asked('attention')}: {kinds}; they have one dtype: write k.to(q.dtype)")
+        raise TypeError(f"{api_name('attention')}: {kinds}; they have one dtype: write k.to(q.dtype)")
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.ndim != 4 or k.shape != v.shape or k.ndim != 4 or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
-        raise ValueError(f"{asked('attention')}: {shapes}; they are [b, h, t, d], [b, g, s, d] and [b, g, s, d]")
+        raise ValueError(f"{api_name('attention')}: {shapes}; they are [b, h, t, d], [b, g, s, d] and [b, g, s, d]")
     if q.shape[1] % k.shape[1]:
         raise ValueError(
-            f"{asked('attention')}: {shapes}: {q.shape[1]} heads of queries are not a multiple of {k.shape[1]} of keys"
+            f"{api_name('attention')}: {shapes}: {q.shape[1]} heads of queries are not a multiple of "
+            f"{k.shape[1]} of keys"
         )
     if causal and q.shape[2] != k.shape[2]:
-        raise ValueError(f"{asked('attention')}: {shapes}: causal=True, but {q.shape[2]} queries and {k.shape[2]} keys")
+        raise ValueError(
+            f"{api_name('attention')}: {shapes}: causal=True, but {q.shape[2]} queries and {k.shape[2]} keys"
+        )
 
 
 @functools.lru_cache(maxsize=256)

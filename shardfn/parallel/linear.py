@@ -74,7 +74,7 @@ def embedding(tokens: Tensor, table: Tensor, axis: AxisName = (), *, sequence: i
         raise ValueError(
             f"embedding: table must have shape [v, d], with rows sharded over {axis!r}, got {tuple(table.shape)}"
         )
-    ops.alike("embedding", axis, table, lambda: ops.arguments({"tokens": tokens, "table": table}), EQUAL)
+    ops.compare_arguments("embedding", axis, table, lambda: ops.arguments({"tokens": tokens, "table": table}), EQUAL)
     size, rows = axis_size(axis), table.shape[0]
     check_range("embedding", "tokens", tokens, rows * size)
     local_ids = tokens - axis_index(axis) * rows
@@ -140,7 +140,7 @@ class _InRange(Scheduled):
     def __str__(self) -> str:
         return "a check of indices"
 
-    def like(self, inputs: Sequence[Tensor | None]) -> list[Tensor]:
+    def empty_results(self, inputs: Sequence[Tensor | None]) -> list[Tensor]:
         """None."""
         return []
 
@@ -195,7 +195,7 @@ def rms_norm(x: Tensor, weight: Tensor, axis: AxisName = (), *, eps: float | Non
     if x.ndim == 0 or weight.shape != x.shape[-1:]:
         raise ValueError(f"rms_norm: x {tuple(x.shape)}, weight {tuple(weight.shape)}; they are [..., d] and [d]")
     eps = torch.finfo(wide(x)).eps if eps is None else eps
-    ops.alike("rms_norm", axis, x, lambda: ops.arguments({"x": x}, eps=eps), EQUAL)
+    ops.compare_arguments("rms_norm", axis, x, lambda: ops.arguments({"x": x}, eps=eps), EQUAL)
     same_dtype = x.dtype == weight.dtype and not functorch.inside_batching_or_forward()
     if same_dtype and x.device.type != "cpu" and axis_size(axis) == 1:
         return F.rms_norm(x, weight.shape, weight, eps)  # one kernel

@@ -63,7 +63,7 @@ def cross_entropy(
             f"[..., d], [d, v] and [...]"
         )
     tensors, sizes = {"x": x, "w": w, "targets": targets}, {"vocabulary": vocabulary, "ignore": ignore, "chunk": chunk}
-    ops.alike("cross_entropy", axis, x, lambda: ops.arguments(tensors, **sizes), EQUAL)
+    ops.compare_arguments("cross_entropy", axis, x, lambda: ops.arguments(tensors, **sizes), EQUAL)
     size = axis_size(axis)
     columns = w.shape[1] * size if vocabulary is None else vocabulary
     if not 0 < columns <= w.shape[1] * size:

@@ -132,7 +132,7 @@ def mixture(
         )
     some = "..." if capacity is None else groups  # which may be shorter on some ranks
     facts = f"x: {x.dtype} [{some}, ..., {width}]", f"experts={count}", f"capacity={capacity}"
-    ops.alike("mixture", axis, x, lambda: [*facts, f"overflow={overflow!r}"], "Every rank passes the same")
+    ops.compare_arguments("mixture", axis, x, lambda: [*facts, f"overflow={overflow!r}"], "Every rank passes the same")
     routing = _with_indices("mixture", routing)
     check_range("mixture", "routing.experts", routing.experts, count)
     if capacity is None:
@@ -280,17 +280,17 @@ def _take_rows(k: int, holes: bool) -> custom_vjp:
     which threads happen to come.
     """
 
-    def taken(x: Tensor, index: Tensor) -> Tensor:
+    def rows_at(x: Tensor, index: Tensor) -> Tensor:
         return (F.pad(x, (0, 0, 0, 1)) if holes else x)[_numbered(index), index]
 
     def fwd(x: Tensor, index: Tensor, back: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        return (taken(x, index),), (back,)
+        return (rows_at(x, index),), (back,)
 
     def bwd(residuals: Any, cotangents: Any, needs: Any) -> list[Tensor | None]:
         (back,), (ct,) = residuals, cotangents
-        return [None if ct is None else taken(ct, back).unflatten(1, (back.shape[1] // k, k)).sum(2), None, None]
+        return [None if ct is None else rows_at(ct, back).unflatten(1, (back.shape[1] // k, k)).sum(2), None, None]
 
-    return custom_vjp(lambda x, index, _: (taken(x, index),), fwd, bwd)
+    return custom_vjp(lambda x, index, _: (rows_at(x, index),), fwd, bwd)
 
 
 def _numbered(index: Tensor) -> Tensor:

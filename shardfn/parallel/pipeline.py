@@ -172,7 +172,7 @@ class _Job:
         arguments: tuple[Any, list[Any]] = optree.tree_unflatten(self.tree, leaves)
         return arguments
 
-    def on(self, params: Any, x: Any, batch: Any) -> tuple[list[Tensor], Any]:
+    def run_part(self, params: Any, x: Any, batch: Any) -> tuple[list[Tensor], Any]:
         """This rank's part on one micro-batch: tensors and their structure, or on the last rank the loss and None."""
         watch = _RefuseWrapped() if self.inside and not functorch.inside_transform() else contextlib.nullcontext()
         with independent_along(as_names(self.team.axis)), watch:
@@ -243,7 +243,7 @@ class _Supposed:
             with notes().paused(), as_if_at(job.team.axis, rank), torch.set_grad_enabled(job.records):
                 inputs = [torch.empty(shape, dtype=dtype, device=device, requires_grad=g) for shape, dtype, g in kinds]
                 x = optree.tree_unflatten(structure, inputs) if rank else None
-                ys, structure = job.on(self.params, x, self.batches[number])
+                ys, structure = job.run_part(self.params, x, self.batches[number])
             self.known[key] = tuple([(tuple(y.shape), y.dtype, y.requires_grad) for y in ys]), structure
         return self.known[key]
 
@@ -290,7 +290,7 @@ class _RankPasses:
     def _forward(self, number: int) -> None:
         inputs, x = ([], None) if self.first else self._received(number)
         with torch.set_grad_enabled(self.trains or self.job.records):
-            outputs, tree = self.job.on(self.params, x, self.batches[number])
+            outputs, tree = self.job.run_part(self.params, x, self.batches[number])
         self._refuse_closure(outputs, inputs)
         if self.last:
             loss = outputs[0].detach()
@@ -396,7 +396,7 @@ class _Lockstep:
         return notes
 
     def _computed(self, number: int, x: Any) -> tuple[list[Tensor], Any]:
-        outputs, tree = self.job.on(self.params, x, self.batches[number])
+        outputs, tree = self.job.run_part(self.params, x, self.batches[number])
         followed = functorch.followed(self.zero)
         if any(not functorch.followed(y) <= followed for y in outputs):
             raise RuntimeError(_CLOSURE)
@@ -431,7 +431,7 @@ def _alone(tree: Any, axis: AxisName) -> Any:
     """
     places = tuple((name, axis_index(name)) for name in as_names(axis))
 
-    def own(node: Any) -> Any:
+    def own_shard(node: Any) -> Any:
         if not is_flat(node) or not isinstance(node.values, Tensor):
             return node
         layout, values = _layout_alone(node.layout, places), node.values
@@ -440,7 +440,7 @@ def _alone(tree: Any, axis: AxisName) -> Any:
             values = pvary(values, shared)
         return FlatShard(values, layout)
 
-    return optree.tree_map(own, tree, is_leaf=is_flat)
+    return optree.tree_map(own_shard, tree, is_leaf=is_flat)
 
 
 @functools.lru_cache(maxsize=4096)

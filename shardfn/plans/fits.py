@@ -120,9 +120,11 @@ def _changes(plan: Plan, missing: int) -> tuple[Change, ...]:
     persistent = sum(kinds.get(kind, 0) for kind in ("parameters", "optimizer", "gradients"))
     recomputes = any(work.phase == "recompute" for work in plan.works)
     savings = {
-        'keep the optimizer\'s state on the host, strategy.on(state="host")': kinds.get("optimizer", 0),
+        'keep the optimizer\'s state on the host, strategy.with_tiers(state="host")': kinds.get("optimizer", 0),
         "compute activations again in backward, stage(remat=True)": 0 if recomputes else kinds.get("activations", 0),
-        'keep parameters, gradients and state on the host, .on(params="host", grads="host", state="host")': persistent,
+        (
+            'keep parameters, gradients and state on the host, .with_tiers(params="host", grads="host", state="host")'
+        ): persistent,
     }
     sent = Counter[str]()  # along each axis, in gathers
     for work in plan.works:

@@ -156,7 +156,7 @@ class MeshSection:
         for rank in self.ranks:
             totals = {True: 0, False: 0}
             for (layout, trained), nbytes in pieces.items():
-                totals[trained] += nbytes * layout.here(rank)
+                totals[trained] += nbytes * layout.lives_on(rank)
             bytes_by_rank[rank] = BytesByKind(totals[True], totals[False], plain)
         return bytes_by_rank
 

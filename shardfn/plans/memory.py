@@ -125,7 +125,7 @@ def memory(
         TypeError: the optimizer is none; a leaf is neither a tensor nor a maker.
 
     Example:
-        ``print(memory(init_makers, adamw(3e-4), full_shard("shard").on(state="disk"), mesh=mesh))``
+        ``print(memory(init_makers, adamw(3e-4), full_shard("shard").with_tiers(state="disk"), mesh=mesh))``
     """
     if optimizer is not None:
         must_be_optimizer("memory", optimizer)
@@ -169,7 +169,7 @@ def _laid_out(
         layouts, values = rules.laid(path, subtree)
         names.extend(values)
         flats = {
-            key: FlatShard(torch.empty(layout.held(rules.rank), dtype=layout.dtype, device="meta"), layout)
+            key: FlatShard(torch.empty(layout.num_elements_on(rules.rank), dtype=layout.dtype, device="meta"), layout)
             for key, layout in layouts.items()
         }
         return subtree if not flats else next(iter(flats.values())) if len(flats) == 1 else flats
@@ -243,7 +243,7 @@ def _gradient(leaf: Any) -> Bytes:
     layout = leaf.layout
     if not layout.trainable:
         return Bytes()
-    numel = layout.state_layout.held(process_groups.global_rank())
+    numel = layout.state_layout.num_elements_on(process_groups.global_rank())
     return bytes_on(layout.placement.tiers.grads, numel * leaf.values.itemsize, layout)
 
 

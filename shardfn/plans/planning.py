@@ -93,8 +93,8 @@ def planning(ranks: int, rank: int = 0, *, per_node: int = 8) -> Iterator[Device
 
 def _clear_caches() -> None:
     """Drops caches for devices of this name: the memory of another such device would not be seen."""
-    devices.forget()
-    transfers.buffers.forget()
+    devices.clear_caches()
+    transfers.buffers.free_unused()
 
 
 _open: list[tuple[PlanRecorder, int]] = []

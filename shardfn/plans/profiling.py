@@ -196,7 +196,7 @@ class _Timer(PlanRecorder):
                     self.spans[self.works[-1]][1] = end
                 for x in optree.tree_leaves(args):
                     if isinstance(x, Tensor):
-                        self.held(x)
+                        self.note_memory(x)
                 return
             inputs = [x for x in args if isinstance(x, Tensor)]
             copies = isinstance(out, Tensor) and inputs and inputs[-1].device.type != out.device.type

@@ -170,7 +170,7 @@ class PlanRecorder(Listener):
         with self._lock:
             if self._on:
                 self._open("copy", self.places.current_location(attribution.stage), into.nbytes)
-            self.held(into)
+            self.note_memory(into)
 
     def sent(self, group: str, stream: int) -> None:
         """Notes that a collective was launched: the first of those that the ledger has heard of."""
@@ -191,7 +191,7 @@ class PlanRecorder(Listener):
             self.works[position].launches += 1
             self._date(stream, position)
 
-    def asked(self, kind: str) -> None:
+    def note_host_read(self, kind: str) -> None:
         """Notes that the user's code reads numbers on the host, or a size that depends on them."""
         with self._lock:
             if kind != "cpu collective" and not kind.endswith(f"->{self.kind}"):
@@ -211,7 +211,7 @@ class PlanRecorder(Listener):
         with self._lock:
             self.assumed[f"{what} at {self.places.current_location('').where}"] = None
 
-    def held(self, x: Tensor) -> None:
+    def note_memory(self, x: Tensor) -> None:
         """Notes memory."""
         with self._lock:
             if self._changed(x):

@@ -354,7 +354,7 @@ def held_by(layout: Layout, index: int, parts: dict[Range, list[int]] | None) ->
         return [f"{axes} {pieces[0]} to {pieces[-1]}: up to {layout.piece:,} {unit} each"]
     entry, descriptions = layout.entries[index], []
     for piece in pieces:
-        start, stop, _ = layout.within(index, piece)
+        start, stop, _ = layout.element_range(index, piece)
         part = Range(entry.path, start, stop, entry.shape, (0,) * len(entry.shape))
         descriptions.append(f"{f'{axes} {piece}' if layout.size > 1 else axes}: {region(part, entry.shape, unit)}")
     return descriptions
@@ -399,7 +399,7 @@ def holders(section: MeshSection, layout: Layout) -> dict[int, list[int]]:
     """Returns piece -> the ranks that hold it."""
     ranks_of: dict[int, list[int]] = {}
     for rank in sorted(section.ranks):
-        if layout.here(rank):
+        if layout.lives_on(rank):
             ranks_of.setdefault(layout.index(rank), []).append(rank)
     return ranks_of
 

@@ -31,7 +31,7 @@ _STATED = {"quant_type", "blocksize", "dtype", "shape"}
 _NESTED = {"nested_blocksize", "nested_dtype", "nested_offset"}
 
 
-def found(names: Iterable[str]) -> dict[str, list[str]]:
+def quantized_names(names: Iterable[str]) -> dict[str, list[str]]:
     """The quantized parameters in files.
 
     Args:

@@ -82,7 +82,7 @@ def _cached(make: Callable[[], tuple[Tensor, ...]]) -> Callable[[torch.device], 
     cache: dict[torch.device, tuple[Tensor, ...]] = {}
     devices.clears.append(cache.clear)
 
-    def on(device: torch.device) -> tuple[Tensor, ...]:
+    def tables_on(device: torch.device) -> tuple[Tensor, ...]:
         if device in cache:
             return cache[device]
         with _building_tables():
@@ -94,7 +94,7 @@ def _cached(make: Callable[[], tuple[Tensor, ...]]) -> Callable[[torch.device], 
             cache[device] = tables
         return tables
 
-    return on
+    return tables_on
 
 
 class _CodeTable:
@@ -114,7 +114,7 @@ class _CodeTable:
 
         self.listed = listed  # numbers, bounds and, if unsorted, order
 
-    def at(self, codes: Tensor) -> Tensor:
+    def values_of(self, codes: Tensor) -> Tensor:
         """The numbers of codes."""
         table = _constants(self.listed()[:1], codes)[0] if _traced() else self._on(codes.device)[0]
         return table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
@@ -152,7 +152,7 @@ def _tabled(name: str, bits: int, values: Callable[[], Tensor], keeps: bool = Fa
     """The code of a table of numbers, of which the largest is 1."""
     table = _CodeTable(values, keeps)
     if bits == 8:
-        return Code(name, 8, 1.0, lambda x: _looked_up(x, table), table.at, keeps)
+        return Code(name, 8, 1.0, lambda x: _looked_up(x, table), table.values_of, keeps)
     return Code(name, 4, 1.0, lambda x: _paired(_compared(x, table)), _of_pairs(values))
 
 
@@ -182,8 +182,8 @@ def _of_pairs(values: Callable[[], Tensor]) -> Callable[[Tensor], Tensor]:
 
     def decode(codes: Tensor) -> Tensor:
         if _traced():
-            return singles.at(torch.stack((codes >> 4, codes & 15), -1)).flatten(-2)
-        return pairs.at(codes).view(torch.float32)
+            return singles.values_of(torch.stack((codes >> 4, codes & 15), -1)).flatten(-2)
+        return pairs.values_of(codes).view(torch.float32)
 
     return decode
 
@@ -207,7 +207,7 @@ def _stepped(name: str, bits: int) -> Code:
 def _floating(name: str, dtype: torch.dtype) -> Code:
     """The numbers of an 8-bit floating-point dtype."""
     table = _CodeTable(lambda: torch.arange(256, device="cpu").to(torch.uint8).view(dtype).to(torch.float32))
-    return Code(name, 8, torch.finfo(dtype).max, lambda x: x.to(dtype).view(torch.uint8), table.at)
+    return Code(name, 8, torch.finfo(dtype).max, lambda x: x.to(dtype).view(torch.uint8), table.values_of)
 
 
 def _dynamic(signed: bool) -> Tensor:

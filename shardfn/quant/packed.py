@@ -131,7 +131,7 @@ def quantize(tree: Any, format: Format, names: Which | None = None) -> Any:
     if unused:
         raise ValueError(f"quantize: no parameter matches {listed(map(repr, sorted(unused)))}")
     if rule and not any(rule(path, _shape(x)) for path, x in zip(paths, leaves, strict=True)):
-        raise ValueError(f"quantize: {rule.said()} chooses none of the tree's parameters")
+        raise ValueError(f"quantize: {rule.as_text()} chooses none of the tree's parameters")
     if not rule and not any(_long(x, format) for x in leaves):
         raise ValueError(
             f"quantize: there is no tensor with two or more dimensions and at least {format.block} floating-point "

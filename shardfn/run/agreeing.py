@@ -80,7 +80,7 @@ class WordExchange:
         self._send(local_word)
         return received
 
-    def now(self, local_word: Word) -> Word:
+    def exchange_word(self, local_word: Word) -> Word:
         """Sends `local_word` and returns the combined words of all ranks, after waiting for them."""
         if self.team.size == 1:
             return local_word
@@ -151,7 +151,7 @@ class Failing:
         watchdog.goes_on()
 
     @contextlib.contextmanager
-    def here(self) -> Iterator[None]:
+    def reporting(self) -> Iterator[None]:
         """A context in which an error that is not raised on all ranks within a second is reported to waiting ranks."""
         try:
             yield

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardfn.checkpoint.folders import seen
+from shardfn.checkpoint.folders import path_status
 from shardfn.local_paths import local_path
 from shardfn.run.checkpoints import identity_of
 from shardfn.run.folder import Best, Resume, best_of
@@ -75,7 +75,7 @@ class LoopOptions:
         return facts | {"batches.identity": self.identity}
 
 
-def asked(step: Any, batches: Any, args: dict[str, Any]) -> LoopOptions:
+def checked_arguments(step: Any, batches: Any, args: dict[str, Any]) -> LoopOptions:
     """Checks and normalizes the arguments.
 
     Raises:
@@ -143,7 +143,7 @@ def _check_folder(save: Any) -> None:
         raise TypeError(f"sf.run.loop: save is a {type(save).__name__}, not a folder")
     if not os.fspath(save):
         raise ValueError("sf.run.loop: save must be a folder for the run's checkpoints, or None, got ''")
-    status = seen(local_path(save, "sf.run.loop: save"))
+    status = path_status(local_path(save, "sf.run.loop: save"))
     if status is None and os.path.islink(save):
         raise ValueError(
             f"sf.run.loop: save={os.fspath(save)!r} is a link to {Path(save).readlink()}, which is not there"

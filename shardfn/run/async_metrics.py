@@ -176,7 +176,7 @@ class StepFigures:
         self.took[step] = max(time_s - self.before, 1e-9), tokens_of(batch, self.places)
         self.before = time_s
 
-    def of(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+    def figures_of(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         """The figures of a step, from its metrics; each step's can be asked for once."""
         seconds, estimate = self.took.pop(step)
         figures = {"seconds": seconds}

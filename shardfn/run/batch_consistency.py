@@ -95,7 +95,7 @@ class Peers:
         return sorted(grid_of(self.mesh).ranks)
 
     @property
-    def along(self) -> str:
+    def axes_text(self) -> str:
         """The axes, for messages."""
         return " x ".join(self.axes) or "no axes"
 
@@ -145,7 +145,7 @@ class _BatchDigests:
         self.digest = digest([self.digest, *rows])
 
 
-def together(batches: Generator[Read], start: int, peers: Peers, device: torch.device) -> Generator[Any]:
+def device_batches(batches: Generator[Read], start: int, peers: Peers, device: torch.device) -> Generator[Any]:
     """Yields the batches on the device, from step `start` on, until all ranks run out.
 
     Raises:
@@ -247,8 +247,8 @@ def _first_at_places(every: Sequence[Any], differ: str, step: int, peers: Peers)
         if every[i] != every[j]:
             raise ValueError(
                 f"{peers.name}: ranks {peers.ranks[j]} and {peers.ranks[i]} stand at the same place along "
-                f"{peers.along}, but their batches of step {step} {differ}. Name all axes along which rows differ in "
-                f"axes=, or give both ranks the same rows"
+                f"{peers.axes_text}, but their batches of step {step} {differ}. Name all axes along which rows differ "
+                f"in axes=, or give both ranks the same rows"
             )
     return first
 
@@ -347,8 +347,8 @@ def _compare(contents: list[int], rows: list[int], step: int, peers: Peers) -> N
         if i != j and rows[i] >= TELLING:
             raise ValueError(
                 f"{peers.name}: ranks {peers.ranks[j]} and {peers.ranks[i]} get the same rows at places "
-                f"{peers.places[j]} and {place} along {peers.along}: {rows[i]} different rows up to step {step}. Use "
-                f"sf.run.batches, or a DistributedSampler with num_replicas={len(first)} and each rank's place"
+                f"{peers.places[j]} and {place} along {peers.axes_text}: {rows[i]} different rows up to step {step}. "
+                f"Use sf.run.batches, or a DistributedSampler with num_replicas={len(first)} and each rank's place"
             )
 
 
@@ -391,7 +391,7 @@ class Checked:
                 f"are gone. Pass an object that can be iterated again, such as a DataLoader"
             )
         self._begun.append(start)
-        return together(_reads(self._loader, start), start, self._peers, torch.device("cpu"))
+        return device_batches(_reads(self._loader, start), start, self._peers, torch.device("cpu"))
 
     def __len__(self) -> int:
         size: Callable[[], int] | None = getattr(self._loader, "__len__", None)

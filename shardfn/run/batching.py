@@ -18,11 +18,11 @@ from shardfn.collectives.agree import agree, failing_together
 from shardfn.mesh.axes import device_of, sizes
 from shardfn.mesh.grid import AxisName
 from shardfn.optim.hyperparameters import check_integer
-from shardfn.run.batch_consistency import Peers, Read, State, axes_of, peers, together
+from shardfn.run.batch_consistency import Peers, Read, State, axes_of, device_batches, peers
 from shardfn.run.collating import Collate, Lengths, Pad, lengths_of
 from shardfn.run.feeding import ahead, locked
-from shardfn.run.order import RARE, Last, Order, Sample, Sampled, Sampler, chosen_rows, room
-from shardfn.run.sources import NAME, BatchReader, by_workers, opened, portion, sampled
+from shardfn.run.order import RARE, Last, Order, Sample, Sampled, Sampler, chosen_rows, sample_bound
+from shardfn.run.sources import NAME, BatchReader, by_workers, portion, prepared, sampled
 from shardfn.run.streams import Stream, Streamed, stream_facts
 from shardfn.shards.random import int_seed
 from shardfn.tracebacks import api_boundary
@@ -69,7 +69,7 @@ class Batches:
             ValueError: a negative step.
         """
         check_integer(NAME, "start", start, 0)
-        return together(self._open(start), start, self._peers, device_of(self.mesh))
+        return device_batches(self._open(start), start, self._peers, device_of(self.mesh))
 
     def __iter__(self) -> Generator[Any]:
         return self(self.start)
@@ -221,9 +221,9 @@ def _make_batches(
         streamed = Streamed(source, seed, shuffle, last, epochs, batch, first, first + size, collate)
         identity["source"], facts = stream_facts(source)
         streamed.check(workers)
-        reads = partial(streamed.opened, workers, prefetch, device)
+        reads = partial(streamed.open_batches, workers, prefetch, device)
         return Batches(axes, identity, None, start, None, group, reads), facts
-    source = opened(source)
+    source = prepared(source)
     order: Order | Sample = Order(len(source), batch, seed, shuffle, last, epochs)
     if sampler is not None:
         first_rows = chosen_rows(sampler, 0, len(source), None)
@@ -252,9 +252,9 @@ def _reads(reader: BatchReader, workers: int, prefetch: int, device: torch.devic
         numbers = itertools.count(start) if steps is None else range(start, steps)
         batches = ahead(partial(by_workers, reader, numbers, workers, prefetch), max(1, prefetch), device)
     elif reader.ready and prefetch:
-        batches = ahead(partial(reader.each, start, steps), prefetch, device)
+        batches = ahead(partial(reader.batches_from, start, steps), prefetch, device)
     else:
-        batches = reader.each(start, steps)
+        batches = reader.batches_from(start, steps)
     with contextlib.closing(batches):
         for batch in batches:
             yield Read(State.BATCH, locked(batch, device))
@@ -277,7 +277,7 @@ def _check_rate(rate: Any, source: Any, default: bool) -> None:
 
 def _check_room(sample: Sample, places: int) -> None:
     """Raises ValueError if samples would often be larger than a batch."""
-    needed = room(sample.count, sample.rate)
+    needed = sample_bound(sample.count, sample.rate)
     if sample.batch < needed:
         raise ValueError(
             f"{NAME}: batch={sample.batch} is the most rows that a step may have, and samples have "

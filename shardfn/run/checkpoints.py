@@ -93,7 +93,7 @@ def loaded(path: Path, state: Any, origin: Origin) -> tuple[Any, dict[str, Any]]
     # The head is checked first: a checkpoint of another run must not overwrite the state.
     finish()
     group = team_of(grids(state), "run")
-    head = group.together(f"load {path}", lambda: _head(path) if group.rank == 0 else {})[0]
+    head = group.run_and_gather(f"load {path}", lambda: _head(path) if group.rank == 0 else {})[0]
     origin.check(Origin(head["run.seed"], head["run.batches"]), path)
     if group.rank == 0:
         stored = source_of(path).numbers
@@ -185,9 +185,9 @@ class Saver:
         """
         if self.keeping.best is None:
             return {}
-        return group.together("compare checkpoints", lambda: self.keeping.known(step, steps, history))[0]
+        return group.run_and_gather("compare checkpoints", lambda: self.keeping.known(step, steps, history))[0]
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Notes without waiting whether the last checkpoint is complete, how long it took, and any error."""
         if self.pending is not None and self.pending.done():
             try:

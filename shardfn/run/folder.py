@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardfn.checkpoint.disk import sync
-from shardfn.checkpoint.folders import intact, names_in, restored, seen, staging_path
+from shardfn.checkpoint.folders import intact, names_in, path_status, restored, staging_path
 from shardfn.checkpoint.manifest import MANIFEST
 from shardfn.checkpoint.team import CheckpointError, RankGroup
 from shardfn.checkpoint.verifying import verify
@@ -71,7 +71,7 @@ def chosen(group: RankGroup, folder: Path, resume: Resume) -> Choice:
             `"previous"`; or all are incomplete. The same on every rank.
     """
     task = f"look for checkpoints in {folder}"
-    return group.together(task, lambda: _chosen(folder, resume) if group.rank == 0 else Choice(None, {}))[0]
+    return group.run_and_gather(task, lambda: _chosen(folder, resume) if group.rank == 0 else Choice(None, {}))[0]
 
 
 def _chosen(folder: Path, resume: Resume) -> Choice:
@@ -147,7 +147,7 @@ class Best:
     metric: str
     highest: bool
 
-    def of(self, values: Mapping[int, float]) -> int | None:
+    def best_step(self, values: Mapping[int, float]) -> int | None:
         """The step with the best value, the earliest of equals; None if there are no values."""
         sign = -1 if self.highest else 1
         return min(values, key=lambda step: (sign * values[step], step), default=None)
@@ -230,7 +230,7 @@ class Keeping:
             return []
         steps = {path: step for path, step in steps_in(folder).items() if not path.is_symlink() and _is_of_run(path)}
         candidates = {step: values[step] for step in steps.values() if step in values}
-        best = None if self.best is None else self.best.of(candidates)
+        best = None if self.best is None else self.best.best_step(candidates)
         return [path for path in list(steps)[: -self.newest] if steps[path] != best]
 
 
@@ -271,7 +271,7 @@ class Lock:
         self._written = b""
         self._refused: OSError | None = None
 
-    def take(self) -> None:
+    def acquire(self) -> None:
         """Takes the lock, waiting a while for another run to end. An OSError is only raised later, by `check`.
 
         Raises:
@@ -297,15 +297,17 @@ class Lock:
     def check(self) -> None:
         """Raises CheckpointError if another run has taken the folder since, or if it cannot be written to."""
         # The file may have been deleted, say by a clean-up, and may be deleted again at any time: it is read once.
-        while (content := self._content()) != self._written and self._file is not None and seen(self.path) is None:
+        while (
+            (content := self._content()) != self._written and self._file is not None and path_status(self.path) is None
+        ):
             self.release()
-            self.take()
+            self.acquire()
         if self._refused is not None:
             raise CheckpointError(f"{self.path.parent} cannot be written to: {self._refused.strerror}")
         if self._file is None or content != self._written:
             # The other run may be between emptying the file and writing its name into it.
             deadline = time.monotonic() + NAMING
-            while not content and seen(self.path) is not None and time.monotonic() < deadline:
+            while not content and path_status(self.path) is not None and time.monotonic() < deadline:
                 time.sleep(0.05)
                 content = self._content()
             raise CheckpointError(f"{self.path.parent} belongs to another run now: {self._owner(content)[0]}")
@@ -323,7 +325,7 @@ class Lock:
     def _try(self) -> bool:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with _guard:  # record locks are the process's: its threads are kept apart by `_held`
-            status = seen(self.path)
+            status = path_status(self.path)
             if status is not None and _file_key(status) in _held:
                 return False
             file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -343,7 +345,7 @@ class Lock:
 
     def _is_current(self, file: int | None = None) -> bool:
         """Whether `file`, by default the run's open file, is still the one at the path."""
-        file, status = self._file if file is None else file, seen(self.path)
+        file, status = self._file if file is None else file, path_status(self.path)
         return file is not None and status is not None and _file_key(status) == _file_key(os.fstat(file))
 
     def _content(self) -> bytes:
@@ -353,7 +355,7 @@ class Lock:
         """
         if self._file is not None and self._is_current():
             return os.pread(self._file, SIZE, 0)
-        status = seen(self.path)
+        status = path_status(self.path)
         try:
             return b"" if status is None else _held.get(_file_key(status)) or self.path.read_bytes()
         except FileNotFoundError:  # the other run has ended meanwhile

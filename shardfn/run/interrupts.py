@@ -157,7 +157,7 @@ def refuse(save: Path | None) -> None:
         )
 
 
-def forget() -> None:
+def reset_interrupts() -> None:
     """Forgets that a run has ended early or was signalled, as in a program that has just begun."""
     unheard.clear()
     for world in worlds():

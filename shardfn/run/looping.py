@@ -19,7 +19,7 @@ from shardfn.checkpoint.team import RankGroup, team_of
 from shardfn.optim.torch import comes_later
 from shardfn.quoting import listed
 from shardfn.run.agreeing import REASONS, Failing, Word, WordExchange, common, compare
-from shardfn.run.arguments import Evaluation, LoopOptions, Stop, asked
+from shardfn.run.arguments import Evaluation, LoopOptions, Stop, checked_arguments
 from shardfn.run.async_metrics import STEPS, Late, StepFigures, checked
 from shardfn.run.checkpoints import Origin, Saver, loaded
 from shardfn.run.folder import Keeping, Resume, chosen, compared, put_aside
@@ -152,7 +152,9 @@ def loop(
             state, reached, reason = _train(run, state, first)
             if run.saver is not None:
                 run.saver.finish()
-                _raise_wrong(run, state, run.exchange.now(run.word(reached)))  # a report of the last checkpoint
+                _raise_wrong(
+                    run, state, run.exchange.exchange_word(run.rank_report(reached))
+                )  # a report of the last checkpoint
             ended(options.save, reason)
             best_checkpoint = _best(run, reached)
             interrupts.leaves(REASONS.index(reason))
@@ -182,7 +184,7 @@ def _check_options(
     """This rank's place among those with different rows, their number, and the arguments, equal on all ranks."""
     facts, wrong, options, where = {}, None, None, (0, 1)
     try:
-        options, where = asked(step, batches, arguments), place(batches, state)
+        options, where = checked_arguments(step, batches, arguments), place(batches, state)
         facts = options.facts()
         refuse(options.save)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -200,7 +202,7 @@ def _start(run: LoopState, state: Any) -> tuple[Any, int, Path | None]:
     saver = run.saver
     if saver is None:
         return state, run.asked.start, None
-    run.team.first(f"lock {saver.folder}", saver.lock.take)
+    run.team.first(f"lock {saver.folder}", saver.lock.acquire)
     choice = chosen(run.team, saver.folder, run.asked.resume)
     path = choice.path
     if path is None:
@@ -239,7 +241,7 @@ def _best(run: LoopState, step: int) -> Path | None:
     saver = run.saver
     if saver is None or saver.keeping.best is None:
         return None
-    best = saver.keeping.best.of(saver.values(run.team, step, [], run.history))
+    best = saver.keeping.best.best_step(saver.values(run.team, step, [], run.history))
     return None if best is None else saver.path(best)
 
 
@@ -250,18 +252,18 @@ def _train(run: LoopState, state: Any, start: int) -> tuple[Any, int, str]:
         _evaluate(run, state, start)
         if run.interrupts.cut:
             return state, reached, REASONS[2]
-    with run.failing.here():
+    with run.failing.reporting():
         run.rows = run.stepping.rows(start) if start < run.asked.steps else iter(())
     run.figures.restart()
     while reached < run.asked.steps:
         began = time.monotonic()
-        with run.failing.here():
+        with run.failing.reporting():
             state = _run_step(run, state, reached, first=reached == start)
         run.recent.append(time.monotonic() - began)
         reached += 1
         if run.saver is not None:
-            run.saver.look()
-        received = run.exchange.turn(reached, run.word(reached))
+            run.saver.poll()
+        received = run.exchange.turn(reached, run.rank_report(reached))
         if not received and not run.due(reached):
             continue
         combined = common(received, _combine_reports(run, reached))
@@ -285,7 +287,7 @@ def _run_step(run: LoopState, state: Any, n: int, first: bool) -> Any:
         run.kinds = kinds_of(state)
     before = run.unchanged.before(state)
     with same_rows_refused() if first else contextlib.nullcontext():
-        state, metrics, batch = run.stepping.one(n, run.rows, state)
+        state, metrics, batch = run.stepping.run_step(n, run.rows, state)
     if run.unchanged.after(before, state) and run.team.rank == 0:
         _log.warning("sf.run.loop: step returns the state that it was given, so nothing trains. %s", UNCHANGED)
     if first:
@@ -303,14 +305,14 @@ def _read(run: LoopState, until: int) -> None:
         problems = wrong_metrics(metrics)
         if problems and run.bad is None:
             run.bad = step, listed(problems, separator=" and ")
-        run.tell(step, metrics, run.figures.of(step, metrics))
+        run.tell(step, metrics, run.figures.figures_of(step, metrics))
 
 
 def _combine_reports(run: LoopState, reached: int) -> Word:
     """The words of all ranks, once each has read all its metrics."""
-    with run.failing.here():
+    with run.failing.reporting():
         _read(run, run.asked.steps)
-    return run.exchange.now(run.word(reached))
+    return run.exchange.exchange_word(run.rank_report(reached))
 
 
 def _raise_wrong(run: LoopState, state: Any, combined: Word) -> None:
@@ -333,7 +335,7 @@ def _explain(run: LoopState, state: Any, step: int, problem: str) -> FloatingPoi
     """The error for a step that is not finite, after running the steps since the last checkpoint again."""
     if run.saver is not None:
         run.saver.finish()
-    with run.failing.here():
+    with run.failing.reporting():
         run.close()  # the steps that run again read the same source
     return explain(run.team, run.stepping, state, run.saver, step, problem)
 
@@ -341,7 +343,7 @@ def _explain(run: LoopState, state: Any, step: int, problem: str) -> FloatingPoi
 def _evaluate(run: LoopState, state: Any, step: int) -> None:
     began, names = time.monotonic(), run.evaluations(step)
     for name in names:
-        with run.failing.here():
+        with run.failing.reporting():
             seed_all(run.asked.seed, name, step, run.stepping.place)
             metrics = checked(run.asked.evaluate[name][0](state), f"sf.run.loop: evaluate ({name})")
             if run.interrupts.cut:
@@ -349,7 +351,7 @@ def _evaluate(run: LoopState, state: Any, step: int) -> None:
             compared(run.asked.best, name, metrics)
             run.tell(step, {f"{name}/{key}": float(value) for key, value in metrics.items()}, {})
     if names and run.asked.stop is not None:
-        with run.failing.here():
+        with run.failing.reporting():
             run.stopped |= run.team.rank == 0 and bool(run.asked.stop(run.history))
     if names:
         run.evaluation = max(run.evaluation, time.monotonic() - began)
@@ -358,7 +360,7 @@ def _evaluate(run: LoopState, state: Any, step: int) -> None:
 
 def _save(run: LoopState, state: Any, step: int) -> None:
     if run.saver is not None:
-        with run.failing.here():
+        with run.failing.reporting():
             if run.kinds is not None:  # None before the first step
                 run.kinds.check(kinds_of(state))
         _refuse_nan(run, state, step)
@@ -368,7 +370,7 @@ def _save(run: LoopState, state: Any, step: int) -> None:
 
 def _refuse_nan(run: LoopState, state: Any, step: int) -> None:
     """Raises FloatingPointError on all ranks if the state has nan on one, though its metrics were finite."""
-    with run.failing.here():
+    with run.failing.reporting():
         names_here = not_numbers(state)
     names = list(dict.fromkeys(name for some in run.team.gathered(names_here, "looking for nan") for name in some))
     if not names:
@@ -474,7 +476,7 @@ class LoopState:
     unchanged: Unchanged = field(default_factory=Unchanged)
     stopped: bool = False
 
-    def word(self, reached: int) -> Word:
+    def rank_report(self, reached: int) -> Word:
         """This rank's report to the other ranks after `reached` steps."""
         return Word(
             stop=3 if self.stopped else self.interrupts.reason(self._needs(reached)),

@@ -75,7 +75,7 @@ def _watched(group: RankGroup, stepping: Stepping, state: Any, start: int, bad: 
         for n in range(start, bad):
             problem = ""
             try:
-                state, metrics, _ = stepping.one(n, rows, state)
+                state, metrics, _ = stepping.run_step(n, rows, state)
                 if wrong := wrong_metrics({name: float(x) for name, x in metrics.items()}):
                     numbers = listed(wrong, separator=" and ")
                     problem = f"outside of the stages, {numbers}, though what they made was finite"

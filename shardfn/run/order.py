@@ -235,7 +235,7 @@ class Sample:
         return StepRows(rows[first:stop], np.full(stop - first, step, np.int64), real[first:stop])
 
 
-def room(count: int, rate: float) -> int:
+def sample_bound(count: int, rate: float) -> int:
     """A size that a sample exceeds with a probability of at most `RARE`, by Chernoff's bound; at most `count`."""
     mean = math.floor(count * rate)
     return mean + bisect_left(range(mean, count), True, key=lambda size: _exceeds(size, count, rate) <= RARE)

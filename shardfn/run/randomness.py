@@ -59,7 +59,7 @@ class Generators:
     device: Tensor | None
 
     @staticmethod
-    def now() -> Generators:
+    def capture() -> Generators:
         """Captures the present states, without waiting."""
         module = _module()
         return Generators(_host_states(), None if module is None else module.get_rng_state())

@@ -38,7 +38,7 @@ class Ready(Protocol):
     def __getitem__(self, row: int) -> Any:
         """One row."""
 
-    def take(self, rows: Numbers) -> Any:
+    def read_rows(self, rows: Numbers) -> Any:
         """A batch of rows: a tree of tensors with rows along dim 0."""
 
     def fingerprint(self) -> str:
@@ -78,7 +78,7 @@ class Columns:
     def __getitem__(self, row: int) -> Any:
         return optree.tree_unflatten(self._structure, [leaf[row] for leaf in self._leaves])
 
-    def take(self, rows: Numbers) -> Any:
+    def read_rows(self, rows: Numbers) -> Any:
         """A batch of these rows."""
         index = torch.from_numpy(rows)
         columns = [
@@ -93,7 +93,7 @@ class Columns:
 
     def fingerprint(self) -> str:
         """A digest of dtypes, shapes, and a sample of rows."""
-        return f"{digest((self.take(some_of(self._count)), [described(leaf) for leaf in self._leaves])):014x}"
+        return f"{digest((self.read_rows(some_of(self._count)), [described(leaf) for leaf in self._leaves])):014x}"
 
 
 def _no_rows(leaf: Tensor | np.ndarray) -> str:
@@ -112,7 +112,7 @@ def some_of(count: int) -> Numbers:
     return np.unique(np.linspace(0, count - 1, 16).astype(np.int64))
 
 
-def opened(source: Any) -> Any:
+def prepared(source: Any) -> Any:
     """Prepares a source: with `__len__` and `__getitem__`, and `Ready` where possible.
 
     Raises:
@@ -186,7 +186,7 @@ class BatchReader(Dataset[Any]):
     def __getitem__(self, step: int) -> Any:
         return self.read(self.order.part(step, self.first, self.stop), step)
 
-    def each(self, start: int, stop: int | None) -> Generator[Any]:
+    def batches_from(self, start: int, stop: int | None) -> Generator[Any]:
         """Yields the batches of steps from `start` to `stop`; the order is computed for several steps at once."""
         if isinstance(self.order, Sample):  # one at a time, since a step may have no room for its sample
             yield from map(self.__getitem__, itertools.count(start))
@@ -202,17 +202,17 @@ class BatchReader(Dataset[Any]):
 
     def read(self, part: StepRows, step: int) -> Any:
         """Reads the batch of these rows."""
-        batch = self.source.take(part.rows) if self.ready else self._collated(part, step)
+        batch = self.source.read_rows(part.rows) if self.ready else self._collated(part, step)
         return masked(batch, part.real) if self.order.masked else batch
 
     def _collated(self, part: StepRows, step: int) -> Any:
         with lent_generators():
             rows = _rows(self.source, part, self.order.seed)
             seed_host(mixed(self.order.seed, "collate", step, self.first))
-            return made(rows, part.rows.tolist(), self.collate)
+            return collated_copy(rows, part.rows.tolist(), self.collate)
 
 
-def made(rows: list[Any], numbers: Sequence[int], collate: Collate | None) -> Any:
+def collated_copy(rows: list[Any], numbers: Sequence[int], collate: Collate | None) -> Any:
     """Collates rows to a batch that shares no memory with them.
 
     Raises:

@@ -64,7 +64,7 @@ class Stepping:
         if callable(close) and not is_callers:
             close()
 
-    def one(self, n: int, rows: Iterator[Any], state: Any) -> tuple[Any, dict[str, Any], Any]:
+    def run_step(self, n: int, rows: Iterator[Any], state: Any) -> tuple[Any, dict[str, Any], Any]:
         """Runs step `n`, counted from 0; returns the state, the metrics, and the batch.
 
         Raises:
@@ -149,7 +149,7 @@ class IsolatedBatches(Iterator[Any]):
     """Batches whose code has a separate random state, unaffected by the random numbers of steps."""
 
     iterator: Iterator[Any]
-    _generators: Generators = field(default_factory=Generators.now)
+    _generators: Generators = field(default_factory=Generators.capture)
 
     def __next__(self) -> Any:
         self._generators.restore()
@@ -162,7 +162,7 @@ class IsolatedBatches(Iterator[Any]):
             loaders.without_frames(error)
             raise
         finally:
-            self._generators = Generators.now()
+            self._generators = Generators.capture()
 
     def close(self) -> None:
         """Closes the iterator, which ends its threads and workers; there are no more batches."""

@@ -25,7 +25,7 @@ from shardfn.run.collating import Collate, digest, joined, masked
 from shardfn.run.feeding import ahead, locked, owned
 from shardfn.run.order import Last, permuted
 from shardfn.run.randomness import lent_generators, seed_host
-from shardfn.run.sources import NAME, by_workers, made
+from shardfn.run.sources import NAME, by_workers, collated_copy
 from shardfn.shards.random import mixed
 
 ReadRows = Callable[[Any], Iterable[Any]]
@@ -120,7 +120,7 @@ class Streamed:
                 f"the stream: let lanes divide batch"
             )
 
-    def opened(self, workers: int, prefetch: int, device: torch.device, start: int) -> Generator[Read]:
+    def open_batches(self, workers: int, prefetch: int, device: torch.device, start: int) -> Generator[Read]:
         """Yields batches from a step on, read by workers if there are any."""
         batches: Generator[tuple[State, Any]] = self.steps(start, self.lanes)
         if workers:
@@ -164,7 +164,7 @@ class Streamed:
             open_lanes.append(Lane(self, number, lane_rows, part, start))
         for step in itertools.count(start):
             with lent_generators():
-                parts = [lane.take() for lane in open_lanes]
+                parts = [lane.next_rows() for lane in open_lanes]
                 pairs = [pair for part in parts for pair in part or ()]
                 ended = None in parts
                 batch = None if ended else self._collated([row for row, _ in pairs], step, lanes)
@@ -177,7 +177,7 @@ class Streamed:
 
     def _collated(self, rows: list[Any], step: int, lanes: range) -> Any:
         seed_host(mixed(self.seed, "collate", step, lanes.start, self.first))
-        return made(rows, range(len(rows)), self.collate)
+        return collated_copy(rows, range(len(rows)), self.collate)
 
 
 class Lane:
@@ -197,7 +197,7 @@ class Lane:
         self._rows = self.rows(start * rows_per_step, None if streamed.last == "wrap" else streamed.epochs)
         self._filler: tuple[Any, int] | None = None
 
-    def take(self) -> list[tuple[Any, bool]] | None:
+    def next_rows(self) -> list[tuple[Any, bool]] | None:
         """This rank's rows of the next step, and whether each is real; fills up after the end as `last` says.
 
         None if the step has no batch.

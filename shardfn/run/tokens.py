@@ -195,7 +195,7 @@ class Windows:
     def __getitem__(self, row: int) -> Tensor:
         return torch.from_numpy(self._values(np.array([range(len(self))[row]]))[0])
 
-    def take(self, rows: Numbers) -> Any:
+    def read_rows(self, rows: Numbers) -> Any:
         """A batch of rows: int64 `[rows, context + 1]`."""
         return torch.from_numpy(self._values(rows))
 
@@ -222,9 +222,9 @@ class Packed(Windows):
     """The same windows, with the document of each token."""
 
     def __getitem__(self, row: int) -> Any:
-        return {name: x[0] for name, x in self.take(np.array([range(len(self))[row]])).items()}
+        return {name: x[0] for name, x in self.read_rows(np.array([range(len(self))[row]])).items()}
 
-    def take(self, rows: Numbers) -> Any:
+    def read_rows(self, rows: Numbers) -> Any:
         """A batch of rows: int64 `[rows, context + 1]` each."""
         documents = np.empty((len(rows), self.context + 1), np.int64)
         positions = np.empty_like(documents)

@@ -91,7 +91,7 @@ def search(
 
 
 def _tried(shape: Shape, setting: Setting, room: int, links: Links | str, chip: Chip | str) -> Candidate:
-    least = kept(shape, setting)
+    least = state_bytes(shape, setting)
     if least > room:
         return Candidate(setting, None, room - least)
     figures = extrapolated(shape, setting, links, chip)
@@ -102,7 +102,7 @@ def _tried(shape: Shape, setting: Setting, room: int, links: Links | str, chip: 
     return Candidate(setting, figures, spare, tokens, cost)
 
 
-def kept(shape: Shape, setting: Setting) -> int:
+def state_bytes(shape: Shape, setting: Setting) -> int:
     """Returns the bytes of parameters, gradients and state that a rank has on the device at least."""
     placement, tensor = setting.placement(), setting.mesh.get("tensor", 1)
     whole = shape.parameters * dtype_of(setting.kept).itemsize / tensor

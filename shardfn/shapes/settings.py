@@ -93,7 +93,7 @@ class Setting:
             )
         both = {"shard": "shard", "replica": "replica"}
         chosen = strategy(self.strategy, **({"shard": self.data[0]} if len(self.data) == 1 else both))
-        return chosen.on(**self.tiers) if self.tiers else chosen
+        return chosen.with_tiers(**self.tiers) if self.tiers else chosen
 
     def __str__(self) -> str:
         axes = ",".join(f"{name}={size}" for name, size in self.mesh.items())

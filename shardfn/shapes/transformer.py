@@ -30,7 +30,7 @@ SPECS = by_path(
 def tree(shape: Shape, dtype: torch.dtype) -> Params:
     """Returns all parameters, whole, without memory."""
 
-    def made(**sizes: Sequence[int]) -> Params:
+    def empty_params(**sizes: Sequence[int]) -> Params:
         return {name: torch.empty(*size, dtype=dtype, device="meta") for name, size in sizes.items()}
 
     d, f, q, k = shape.width, shape.hidden, shape.heads * shape.head, shape.groups * shape.head
@@ -49,9 +49,13 @@ def tree(shape: Shape, dtype: torch.dtype) -> Params:
     head = last if shape.tied else last | {"table": (shape.vocabulary, d)}
 
     def layer() -> Params:
-        return made(**block) | ({"experts": made(**parts)} if shape.experts else {})
+        return empty_params(**block) | ({"experts": empty_params(**parts)} if shape.experts else {})
 
-    return {"embed": made(**first), "blocks": [layer() for _ in range(shape.layers)], "head": made(**head)}
+    return {
+        "embed": empty_params(**first),
+        "blocks": [layer() for _ in range(shape.layers)],
+        "head": empty_params(**head),
+    }
 
 
 def loss_of(shape: Shape, tensor: AxisName = (), data: AxisName = (), **options: Any) -> Callable[..., Tensor]:

@@ -69,14 +69,14 @@ class Blocks(Piece):
 node(Blocks)
 
 
-def like(unit: Unit, values: Any) -> Any:
+def blocks_node(unit: Unit, values: Any) -> Any:
     """A node for the numbers of a unit's blocks; for a plain tensor, the numbers themselves."""
     if unit.layout is None or values is None:
-        return unit.like(values)
+        return unit.with_values(values)
     return Blocks(values, unit.layout, unit.entries, unit.start, unit.stop)
 
 
-def beside(units: Units, tree: Any) -> list[Any]:
+def blocks_of(units: Units, tree: Any) -> list[Any]:
     """The numbers of each unit's blocks; None where there are none."""
     leaves = units.tree.flatten_up_to(tree)
     return [leaf.values if type(leaf) is Blocks or is_unit(leaf) else leaf for leaf in leaves]

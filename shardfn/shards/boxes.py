@@ -28,7 +28,7 @@ class Box:
         """The end along each dimension, exclusive."""
         return tuple(offset + n for offset, n in zip(self.offsets, self.sizes, strict=True))
 
-    def moved(self, corner: Sequence[int]) -> Box:
+    def translated(self, corner: Sequence[int]) -> Box:
         """The box in the coordinates of an array that contains this one's array at `corner`."""
         return Box(tuple(a + b for a, b in zip(self.offsets, corner, strict=True)), self.sizes)
 
@@ -39,13 +39,13 @@ class Box:
         sizes = tuple(b - a for a, b in zip(low, high, strict=True))
         return None if any(n <= 0 for n in sizes) else Box(low, sizes)
 
-    def within(self, outer: Box) -> tuple[slice, ...]:
+    def slices_in(self, outer: Box) -> tuple[slice, ...]:
         """The slices that select this box from the part of the array that is `outer`."""
         starts = (a - b for a, b in zip(self.offsets, outer.offsets, strict=True))
         return tuple(slice(start, start + n) for start, n in zip(starts, self.sizes, strict=True))
 
 
-def whole(shape: Sequence[int]) -> Box:
+def full_box(shape: Sequence[int]) -> Box:
     """The box of a full array."""
     return Box((0,) * len(shape), tuple(shape))
 
@@ -82,7 +82,7 @@ def steps(box: Box, max_elements: int, start: int = 0, stop: int | None = None) 
         yield box
     for low in range(start, box.numel if stop is None else stop, max(1, max_elements)):
         for part in boxes(box.sizes, low, min(low + max(1, max_elements), box.numel if stop is None else stop)):
-            yield part.moved(box.offsets)
+            yield part.translated(box.offsets)
 
 
 def runs(box: Box, shape: Sequence[int]) -> tuple[int, Iterator[int]]:

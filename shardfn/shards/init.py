@@ -52,7 +52,7 @@ def init(makers: Any, seed: int, *, fill: Fill | None = None) -> Any:
         >>> params["w"].shape
         torch.Size([2, 3])
     """
-    return _made(makers, "", seed, fill)
+    return _init_tensors(makers, "", seed, fill)
 
 
 @api_boundary
@@ -95,11 +95,11 @@ def init_sharded(
     return agreed(
         rules,
         "init_sharded",
-        lambda: rules.map_stages(makers, rules.cut, lambda path, node: _made(node, path, seed, fill)),
+        lambda: rules.map_stages(makers, rules.cut, lambda path, node: _init_tensors(node, path, seed, fill)),
     )
 
 
-def _made(makers: Any, path: str, seed: int, fill: Fill | None) -> Any:
+def _init_tensors(makers: Any, path: str, seed: int, fill: Fill | None) -> Any:
     """The tensors from a tree of makers at `path`."""
     accessors, leaves, tree = optree.tree_flatten_with_accessor(makers, is_leaf=is_packed)
     tensors: list[Any] = []
@@ -117,7 +117,7 @@ def _made(makers: Any, path: str, seed: int, fill: Fill | None) -> Any:
                 leaf = pack(_filled(fill, name, template, seed), leaf.format)
             tensors.append(leaf)
         elif callable(leaf):
-            tensors.append(_made(_drawn(leaf, name, seed), name, seed, fill))
+            tensors.append(_init_tensors(_init_tensor(leaf, name, seed), name, seed, fill))
         else:
             raise TypeError(
                 f"{name or 'the tree'} is of type {type(leaf).__name__}; a maker is a function of a torch.Generator "
@@ -128,7 +128,7 @@ def _made(makers: Any, path: str, seed: int, fill: Fill | None) -> Any:
 
 def _filled(fill: Fill, name: str, template: Tensor, seed: int) -> Tensor:
     """The values that `fill` returns for a leaf, with their dtype and shape checked."""
-    tensor: Any = _drawn(functools.partial(fill, name, template), name, seed)
+    tensor: Any = _init_tensor(functools.partial(fill, name, template), name, seed)
     if not isinstance(tensor, Tensor) or tensor.dtype != template.dtype:
         description = f"of {tensor.dtype}" if isinstance(tensor, Tensor) else f"of type {type(tensor).__name__}"
         raise TypeError(f"fill returned {description} for {name}, which is a tensor of {template.dtype}")
@@ -137,7 +137,7 @@ def _filled(fill: Fill, name: str, template: Tensor, seed: int) -> Tensor:
     return tensor
 
 
-def _drawn(make: Make, path: str, seed: int) -> Any:
+def _init_tensor(make: Make, path: str, seed: int) -> Any:
     """A maker's result at a path; draws without a generator come from the generator that it is given."""
     if planned():
         return drawn_hollow(make, path or "the tree", "init_sharded")

@@ -165,7 +165,7 @@ class Layout:
         """First element and length of each range that no parameter uses."""
         return _unused(((entry.offset, entry.offset + entry.numel) for entry in self.entries), self.padded)
 
-    def within(self, number: int, index: int) -> tuple[int, int, int]:
+    def element_range(self, number: int, index: int) -> tuple[int, int, int]:
         """Elements `low` to `high` of a parameter that a piece holds, and their position in it; none if equal."""
         entry, start = self.entries[number], index * self.piece
         low = min(max(start - entry.offset, 0), entry.numel)
@@ -176,7 +176,7 @@ class Layout:
     def cuts(self) -> tuple[tuple[tuple[int, int, int, int], ...], ...]:
         """The contents of each piece: `(entry, start, stop, at)`, elements of an entry at position `at`."""
         numbers = range(len(self.entries))
-        pieces = ([(number, *self.within(number, index)) for number in numbers] for index in range(self.size))
+        pieces = ([(number, *self.element_range(number, index)) for number in numbers] for index in range(self.size))
         return tuple(tuple(cut for cut in piece if cut[1] < cut[2]) for piece in pieces)
 
     @cached_property
@@ -210,7 +210,7 @@ class Layout:
         parts = buffer.split(lengths)
         return [parts[i].view(entry.shape) for i, entry in zip(chosen, self.entries, strict=True)]
 
-    def here(self, rank: int) -> bool:
+    def lives_on(self, rank: int) -> bool:
         """Whether a rank is at the `only_at` positions, and so holds a piece; other ranks hold none."""
         return all(self.grid.index(rank, name) == position for name, position in self.placement.only_at)
 
@@ -218,9 +218,9 @@ class Layout:
         """Index of the piece that a rank holds, where the parameters live."""
         return self.grid.index(rank, self.placement.axes)
 
-    def held(self, rank: int) -> int:
+    def num_elements_on(self, rank: int) -> int:
         """Elements that a rank holds: a piece, or 0 where the parameters do not live."""
-        return self.piece if self.here(rank) else 0
+        return self.piece if self.lives_on(rank) else 0
 
     @cached_property
     def state_layout(self) -> Layout:
@@ -277,9 +277,9 @@ class Layout:
 
     def cuts_of(self, rank: int) -> list[tuple[int, int, int, int]]:
         """The cuts that a rank holds, as in `cuts`, and parameters without elements at their positions."""
-        if not self.here(rank):
+        if not self.lives_on(rank):
             return []
-        cuts = ((number, *self.within(number, self.index(rank))) for number in range(len(self.entries)))
+        cuts = ((number, *self.element_range(number, self.index(rank))) for number in range(len(self.entries)))
         return [
             (number, low, high, position)
             for number, low, high, position in cuts

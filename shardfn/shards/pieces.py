@@ -133,14 +133,14 @@ class Unit(NamedTuple):
         """A node for some of its parameters, with `values` for elements `start` to `stop` of this unit."""
         assert self.layout is not None, "a plain tensor has no parts"
         if entries == self.entries and (start, stop) == (0, self.values.numel()):
-            return self.like(values)
+            return self.with_values(values)
         return Piece(values, self.layout, entries, self.start + start, self.start + stop)
 
-    def like(self, values: Any) -> Any:
+    def with_values(self, values: Any) -> Any:
         """A node of the leaf's kind (flat shard, piece or tensor) with the given values."""
         if self.layout is None:
             return values
-        local_length, n = self.layout.held(process_groups.global_rank()), len(self.layout.entries)
+        local_length, n = self.layout.num_elements_on(process_groups.global_rank()), len(self.layout.entries)
         if (self.start, self.stop, len(self.entries)) == (0, local_length, n):
             return FlatShard(values, self.layout)
         return Piece(values, self.layout, self.entries, self.start, self.stop)
@@ -161,11 +161,11 @@ class Units(NamedTuple):
         """A tree of the same structure with the given leaves."""
         return optree.tree_unflatten(self.tree, list(leaves))
 
-    def like(self, values: Iterable[Any]) -> Any:
+    def with_values(self, values: Iterable[Any]) -> Any:
         """A tree of the same structure, with leaves of the same kinds that have the given values."""
-        return self.rebuilt(unit.like(x) for unit, x in zip(self.each, values, strict=True))
+        return self.rebuilt(unit.with_values(x) for unit, x in zip(self.each, values, strict=True))
 
-    def beside(self, tree: Any) -> list[Any]:
+    def values_in(self, tree: Any) -> list[Any]:
         """The values at the same places of a tree of this structure; None where it has None."""
         leaves = self.tree.flatten_up_to(tree)
         return [leaf.values if is_unit(leaf) else leaf for leaf in leaves]
@@ -266,7 +266,7 @@ def _of_layout(
     layout: Layout, rank: int, name: str
 ) -> tuple[tuple[Segment, ...], Layout, tuple[int, ...], int, int, bool]:
     """The arguments of `Unit` for a flat shard on a rank, without the values and the name."""
-    entries, length = tuple(range(len(layout.entries))), layout.held(rank)
+    entries, length = tuple(range(len(layout.entries))), layout.num_elements_on(rank)
     return _segments(layout, rank, entries, 0, length, name), layout, entries, 0, length, layout.trainable
 
 
@@ -291,7 +291,7 @@ def cuts_within(
     layout: Layout, rank: int, entries: Collection[int], start: int, stop: int
 ) -> list[tuple[int, int, int, int]]:
     """`layout.cuts` of these parameters within elements `start` to `stop` of a rank's piece, counted from `start`."""
-    if not layout.here(rank):
+    if not layout.lives_on(rank):
         return []
     return [
         (number, low, high, position - start)
@@ -350,7 +350,7 @@ def refuse_complex(leaves: Units, name: str) -> None:
 def zeros_like(tree: Any) -> Any:
     """Zeros for every trained parameter, None for the others."""
     leaves = units(tree)
-    return leaves.like(slot(unit) if unit.trainable else None for unit in leaves.each)
+    return leaves.with_values(slot(unit) if unit.trainable else None for unit in leaves.each)
 
 
 def home(unit: Unit) -> torch.device:

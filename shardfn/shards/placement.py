@@ -129,8 +129,8 @@ class Placement:
         """The gathered parameters kept for backward: none, all, or the axes over which the kept copy is sharded."""
         return keep_of(self.reshard)
 
-    def resharding(self, reshard: Reshard) -> Placement:
-        """The same with a different `reshard`: `full_shard("shard").resharding("step")` gathers once for a step."""
+    def with_reshard(self, reshard: Reshard) -> Placement:
+        """The same with a different `reshard`: `full_shard("shard").with_reshard("step")` gathers once for a step."""
         return replace(self, reshard=reshard)
 
     @property
@@ -143,16 +143,18 @@ class Placement:
             self.gradients, replicas, only_at=self.only_at, gather=self.gather, reduce=self.reduce, tiers=self.tiers
         )
 
-    def at(self, **positions: int) -> Placement:
-        """The same, but only on the ranks at these positions: `full_shard("shard").at(pipe=1)`.
+    def only_on(self, **positions: int) -> Placement:
+        """The same, but only on the ranks at these positions: `full_shard("shard").only_on(pipe=1)`.
 
         Ranks at other positions hold none of the parameters, and do not call their stage. So every rank of a pipelined
         model has the same tree, with the same names and shapes.
         """
         return replace(self, only_at=(*self.only_at, *positions.items()))
 
-    def on(self, *, params: Tier | None = None, grads: Tier | None = None, state: Tier | None = None) -> Placement:
-        """The same, on other memory tiers than the device: `full_shard("shard").on(params="host", state="disk")`.
+    def with_tiers(
+        self, *, params: Tier | None = None, grads: Tier | None = None, state: Tier | None = None
+    ) -> Placement:
+        """The same on other memory tiers than the device: `full_shard("shard").with_tiers(params="host")`.
 
         Args:
             params: where a rank's pieces of parameters are: `"device"`; `"host"`, the memory of the host; or `"disk"`,
@@ -300,7 +302,7 @@ def shard_grad_op(axis: AxisName) -> Placement:
         Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023.
 
     Example:
-        >>> shard_grad_op("data") == full_shard("data").resharding(False)
+        >>> shard_grad_op("data") == full_shard("data").with_reshard(False)
         True
     """
     return Placement(axes=as_names(axis), reshard=False)
@@ -357,13 +359,13 @@ def hybrid_shard_zero2(*, shard: AxisName, replica: AxisName) -> Placement:
         replica: the axes along which these groups are replicated.
 
     Returns:
-        The placement, for `shard`: `hybrid_shard(shard=shard, replica=replica).resharding(False)`.
+        The placement, for `shard`: `hybrid_shard(shard=shard, replica=replica).with_reshard(False)`.
 
     Example:
         >>> hybrid_shard_zero2(shard="shard", replica="replica").reshard
         False
     """
-    return hybrid_shard(shard=shard, replica=replica).resharding(False)
+    return hybrid_shard(shard=shard, replica=replica).with_reshard(False)
 
 
 @_by_name
@@ -581,8 +583,8 @@ def _own_name(name: Any) -> str:
         plain = next((name for name in (stripped, stripped.removeprefix("fsdpnative")) if name in _OWN), "fullshard")
         raise ValueError(
             f'strategy {short(repr(name))}: offloading is not part of a name. Use "{_OWN[plain][0]}" and, of the '
-            f'result, .on(params="host", grads="host", state="host"), or "disk" for "host"; for activations use '
-            f'stage(f, remat="offload")'
+            f'result, .with_tiers(params="host", grads="host", state="host"), or "disk" for "host"; for activations '
+            f'use stage(f, remat="offload")'
         )
     near = difflib.get_close_matches(plain_name, _OWN, 1)
     raise ValueError(

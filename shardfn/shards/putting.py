@@ -25,7 +25,7 @@ def put(tree: Any, tier: Tier) -> Any:
     Shards move one after another, so at most one of them exists twice at a time. Only values move: a strategy still
     decides where a step puts its results, and gathers read values from their present tier. Before a step, move
     parameters that were put on the host of an accelerator back to the device, unless their strategy is for the host:
-    `full_shard("shard").on(params="host")`.
+    `full_shard("shard").with_tiers(params="host")`.
 
     Args:
         tree: a pytree of flat shards: parameters, gradients, an optimizer's state. Other leaves stay unchanged.

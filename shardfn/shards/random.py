@@ -109,9 +109,9 @@ class DrawContext(modes.DispatchMode):
         if kwargs.get("generator") is not None or (number < len(args) and args[number] is not None):
             return func(*args, **kwargs)
         self._refuse_seeding()
-        return op(*args[:number], **kwargs | {"generator": self._on(device)})
+        return op(*args[:number], **kwargs | {"generator": self._generator_on(device)})
 
-    def _on(self, device: torch.device) -> torch.Generator:
+    def _generator_on(self, device: torch.device) -> torch.Generator:
         key = "cpu" if device.type == "cpu" else str(device)
         if key not in self.generators:
             self.generators[key] = torch.Generator(device=device).manual_seed(self.seed)

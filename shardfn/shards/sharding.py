@@ -262,12 +262,12 @@ class Rules:
 
     def _flat(self, layout: Layout, values: dict[str, Tensor]) -> FlatShard:
         """A flat shard of a layout, filled with this rank's part of `values` if there are any yet."""
-        length = layout.held(self.rank)
+        length = layout.num_elements_on(self.rank)
         flat = FlatShard(
             placing.new((length,), layout.dtype, layout.placement.tiers.params, "params", self.mesh), layout
         )
         if layout.trainable and layout.placement.tiers.grads == "disk":
-            n = layout.state_layout.held(self.rank)
+            n = layout.state_layout.num_elements_on(self.rank)
             self.rooms.append(placing.new((n,), layout.dtype, "disk", "grads", self.mesh))
         self.compared.append(str(layout))
         for number, entry in enumerate(layout.entries):
@@ -290,10 +290,10 @@ class Rules:
         entry, layout = flat.layout.entries[number], flat.layout
         digest = f", values with checksum {checksum(value)}" if self.inputs == "global" or not entry.spec.axes else ""
         self.compared.append(f"{name}: {tuple(value.shape)}{digest}")
-        if not layout.here(self.rank):
+        if not layout.lives_on(self.rank):
             return
         local = sliced(value.detach(), entry.spec, self.mesh) if self.inputs == "global" else value.detach()
-        low, high, position = layout.within(number, layout.index(self.rank))
+        low, high, position = layout.element_range(number, layout.index(self.rank))
         if low < high:
             copying.copy_(flat.values[position : position + high - low], local.reshape(-1)[low:high])
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardfn.callers import asked
+from shardfn.callers import api_name
 from shardfn.collectives import functional
 from shardfn.collectives.agree import agree, failing_together
 from shardfn.compat import dynamo, functorch, process_groups
@@ -21,7 +21,7 @@ from shardfn.mesh.selectors import Chosen, Which, chosen
 from shardfn.mesh.spec import dotted
 from shardfn.quoting import listed, short
 from shardfn.shards.layout import FlatShard, Layout, assemble, is_flat, is_stage, stage_shards
-from shardfn.tiers.placing import brought
+from shardfn.tiers.placing import on_mesh_device
 from shardfn.tracebacks import api_boundary
 
 Part = tuple[int, int, int, int]
@@ -74,7 +74,7 @@ def unshard(
         for path, node in zip(map(dotted, accessors), nodes, strict=True):
             if is_stage(node):
                 shards = stage_shards(node)
-                views = [_whole(flat, mesh, request) for flat in shards]
+                views = [_full_parameters(flat, mesh, request) for flat in shards]
                 full.append(assemble([flat.layout for flat in shards], views))
             else:
                 requested = request.names is None or path in request.names or not isinstance(node, Tensor)
@@ -131,7 +131,7 @@ def _named(paths: Sequence[str], leaves: Sequence[Any], which: Chosen) -> frozen
     return frozenset(name for name, shape in shapes if which(name, shape))
 
 
-def _whole(flat: FlatShard, mesh: DeviceMesh | None, request: _Request) -> list[Tensor | None]:
+def _full_parameters(flat: FlatShard, mesh: DeviceMesh | None, request: _Request) -> list[Tensor | None]:
     """The full parameters of a flat shard; None for those that are not requested."""
     layout, to = flat.layout, request.to
     full: list[Tensor | None] = [None] * len(layout.entries)
@@ -140,14 +140,14 @@ def _whole(flat: FlatShard, mesh: DeviceMesh | None, request: _Request) -> list[
         return full
     if flat.values.ndim > 1 and request.ranks is None:
         return _whole_stack(flat, mesh, request)
-    where = mesh_of(layout.grid, f"{asked('unshard')}: stage {layout.stage!r}") if mesh is None else mesh
+    where = mesh_of(layout.grid, f"{api_name('unshard')}: stage {layout.stage!r}") if mesh is None else mesh
     with scope(where):
-        mesh_of(layout.grid, f"{asked('unshard')}: stage {layout.stage!r}")
+        mesh_of(layout.grid, f"{api_name('unshard')}: stage {layout.stage!r}")
         if request.ranks is not None:
             for number, value in gathered_to(flat, request.ranks, numbers, where, to).items():
                 full[number] = value
             return full
-        buffer = brought(flat.values, where)
+        buffer = on_mesh_device(flat.values, where)
         for name, position in layout.placement.only_at:
             if buffer.shape[-1] == 0:  # ranks at other positions hold nothing; a gather needs equal sizes
                 buffer = torch.nn.functional.pad(buffer, (0, layout.piece))
@@ -170,11 +170,11 @@ def _whole_stack(flat: FlatShard, mesh: DeviceMesh | None, request: _Request) ->
     """As `_whole`, for a stack of shards `[*n, piece]`: parameters `[*n, *shape]`."""
     numbers, lead = request.numbers(flat.layout), flat.values.shape[:-1]
 
-    def each(values: Tensor) -> tuple[Any, ...]:
-        views = _whole(FlatShard(values, flat.layout), mesh, request)
+    def gather_one(values: Tensor) -> tuple[Any, ...]:
+        views = _full_parameters(FlatShard(values, flat.layout), mesh, request)
         return tuple(views[number] for number in numbers)
 
-    stacked = torch.func.vmap(each)(flat.values.reshape(-1, flat.values.shape[-1]))
+    stacked = torch.func.vmap(gather_one)(flat.values.reshape(-1, flat.values.shape[-1]))
     by_number = dict(zip(numbers, stacked, strict=True))
     return [
         by_number[number].view(*lead, *by_number[number].shape[1:]) if number in by_number else None
@@ -237,7 +237,7 @@ def gathered_to(
     layout, me, full = flat.layout, process_groups.global_rank(), {}
     members, names = layout.grid.ranks, tuple(name for name, _ in layout.grid.sizes)
     with scope(mesh), torch.no_grad():
-        values = brought(flat.values.detach(), mesh)
+        values = on_mesh_device(flat.values.detach(), mesh)
         for target in ranks:
             outgoing = parts(layout, numbers, me, target)
             rows = [values[position : position + stop - start] for _, start, stop, position in outgoing]
@@ -254,12 +254,12 @@ def gathered_to(
 
 def parts(layout: Layout, numbers: Sequence[int], source: int, target: int) -> list[Part]:
     """The parts that one rank sends to another: its own elements, unless a rank nearer to the target has them."""
-    if not layout.here(source):
+    if not layout.lives_on(source):
         return []
     index, sent = layout.index(source), []
     for number in numbers:
         same = layout.same_axes(number)
-        start, stop, position = layout.within(number, index)
+        start, stop, position = layout.element_range(number, index)
         if start < stop and layout.grid.index(source, same) == layout.grid.index(target, same):
             sent.append((number, start, stop, position))
     return sent

@@ -67,7 +67,7 @@ def register(device: str) -> torch.library.Library:
     return dispatch.autocasting({name: functools.partial(rule, device) for name, rule in rules.items()})
 
 
-def forget() -> None:
+def drop_casts() -> None:
     """Drops the casts of parameters."""
     _casts.clear()
 

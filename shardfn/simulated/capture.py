@@ -59,7 +59,8 @@ class Graph:
         values = optree.tree_map(_value, (args, kwargs))
         own = {autograd.storage_of(x) for x in (*used[0], *used[1])}
         results = [
-            shadow(x) if _ours(x) and autograd.storage_of(x) not in own else None for x in optree.tree_leaves(out)
+            shadow(x) if _is_simulated(x) and autograd.storage_of(x) not in own else None
+            for x in optree.tree_leaves(out)
         ]
 
         def run() -> None:
@@ -103,14 +104,14 @@ class Graph:
         for x in (*used[0], *used[1]):
             number = autograd.storage_of(x)
             made = self.made.get(number)
-            if _ours(x) and number not in self.memory and (made is None or made.expired()):
+            if _is_simulated(x) and number not in self.memory and (made is None or made.expired()):
                 assert self.device is not None, "a graph that is captured has a device"
                 with self.device.fake_mode:
                     self.memory[number] = torch.ops.aten.alias.default(x)  # with no other reference to the memory
                 self.sizes[number] = self.device.resizes[number]
-        self.written |= {autograd.storage_of(x) for x in used[1] if _ours(x)}
+        self.written |= {autograd.storage_of(x) for x in used[1] if _is_simulated(x)}
         for x in optree.tree_leaves(out):
-            if _ours(x) and autograd.storage_of(x) not in self.memory:
+            if _is_simulated(x) and autograd.storage_of(x) not in self.memory:
                 self.made.setdefault(autograd.storage_of(x), autograd.weak_storage(x))
 
     def _values(self) -> bool:
@@ -179,7 +180,7 @@ class Capture:
             )
 
 
-def _ours(x: Any) -> bool:
+def _is_simulated(x: Any) -> bool:
     return isinstance(x, Tensor) and x.device.type == NAME
 
 
@@ -187,4 +188,4 @@ def _value(x: Any) -> Any:
     """An argument as a replay passes it: a tensor of the device as the values in its memory."""
     if isinstance(x, torch.device):
         return torch.device("cpu")
-    return shadow(x) if _ours(x) else x
+    return shadow(x) if _is_simulated(x) else x

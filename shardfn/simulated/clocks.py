@@ -128,7 +128,7 @@ class ByStorage(Generic[T]):
             self._limit = 2 * len(self._values) + 512
         self._values[autograd.storage_of(x)] = autograd.weak_storage(x), value
 
-    def of(self, storage: torch.UntypedStorage) -> T | None:
+    def value_of(self, storage: torch.UntypedStorage) -> T | None:
         """The value for a storage."""
         return self._values.get(storage._cdata, (None, None))[1]
 
@@ -169,7 +169,7 @@ class Clocks:
 
     # --- order ---
 
-    def now(self, stream: int) -> Point:
+    def launched_until(self, stream: int) -> Point:
         """The point that the stream's work has reached, as launched."""
         with self._lock:
             self.marked.add(stream)
@@ -220,7 +220,7 @@ class Clocks:
 
     def synchronize(self, stream: int) -> None:
         """The host waits for all work of a stream."""
-        self.wait(HOST, self.now(stream))
+        self.wait(HOST, self.launched_until(stream))
 
     def synchronize_all(self) -> None:
         """The host waits for all work."""
@@ -254,7 +254,7 @@ class Clocks:
         """Enters an operation of a stream, and notes what it races with."""
         with self._lock:
             if self.watches:
-                self.look()
+                self.note_freed()
             clock = self._clocks[stream]
             if stream != HOST:
                 if self._captured and stream not in self._captured:
@@ -302,7 +302,7 @@ class Clocks:
     def resized(self, stream: int, storage: torch.UntypedStorage) -> None:
         """A storage's memory is freed, and a stream allocates other memory for it."""
         with self._lock:
-            uses = self._storages.of(storage)
+            uses = self._storages.value_of(storage)
             if uses is not None and uses.stream != HOST:
                 self._freed(uses)
                 uses.stream, uses.each, uses.recorded = stream, [], set()
@@ -314,7 +314,7 @@ class Clocks:
             if (uses := self._storages.get(x)) is not None:
                 uses.recorded.add(stream)
 
-    def look(self) -> None:
+    def note_freed(self) -> None:
         """Notes what was freed meanwhile."""
         with self._lock:
             self._storages.forget_freed(list(self._abroad))

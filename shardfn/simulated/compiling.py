@@ -49,12 +49,12 @@ def patches(name: str) -> Iterator[tuple[Any, str, Any]]:
 
         return run
 
-    yield inductor, "traced", lambda f, tensors: _apart(traced, f, [bare(x) for x in tensors])
-    yield inductor, "functional", lambda f, tensors: _apart(functional, f, tensors)
+    yield inductor, "traced", lambda f, tensors: _trace_separately(traced, f, [bare(x) for x in tensors])
+    yield inductor, "functional", lambda f, tensors: _trace_separately(functional, f, tensors)
     yield inductor, "compiled", in_order
 
 
-def _apart(trace: Callable[..., Any], *args: Any) -> Any:
+def _trace_separately(trace: Callable[..., Any], *args: Any) -> Any:
     _tracing.depth += 1
     try:
         return trace(*args)

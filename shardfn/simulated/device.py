@@ -11,7 +11,7 @@ with simulated(ranks=8) as device:
     mesh = sf.make_mesh(shard=8, device=device.name)
     ...
     step()
-    device.forget()
+    device.reset_counts()
     step()
     assert device.synchronisations == []
 """
@@ -73,10 +73,10 @@ class Listener:
     def sent(self, group: str, stream: int) -> None:
         """A collective of a group was launched on a stream."""
 
-    def asked(self, kind: str) -> None:
+    def note_host_read(self, kind: str) -> None:
         """The host waited for the device: see `Wait`."""
 
-    def held(self, x: Tensor) -> None:
+    def note_memory(self, x: Tensor) -> None:
         """A tensor has memory, on the host or on the device."""
 
     def resized(self, storage: torch.UntypedStorage) -> None:
@@ -154,16 +154,16 @@ class Device:
 
     @property
     def synchronisations(self) -> list[Wait]:
-        """The waits of the host since `forget`."""
+        """The waits of the host since `reset_counts`."""
         return [Wait(*key, count) for key, count in sorted(self._waits.items())]
 
     @property
     def races(self) -> list[str]:
-        """Uses of memory, since `forget`, that no event or wait orders: the later one, and the earlier one."""
-        self.clocks.look()
+        """Uses of memory, since `reset_counts`, that no event or wait orders: the later one, and the earlier one."""
+        self.clocks.note_freed()
         return [f"{later}, with {earlier}" for later, earlier in dict.fromkeys(self.clocks.races)]
 
-    def forget(self) -> None:
+    def reset_counts(self) -> None:
         """Starts all counts afresh."""
         with self._lock:
             for counter in (self._waits, self.generators, self.threads, self.operations, self.clocks.races):
@@ -189,7 +189,7 @@ class Device:
                 f"{kind} at {users_line()} came {ENDLESS} times: a loop that ends by numbers does not end "
                 f"here, where the simulated device has none"
             )
-        self.listener.asked(kind)
+        self.listener.note_host_read(kind)
 
 
 @contextlib.contextmanager
@@ -307,7 +307,7 @@ def _patches(device: Device) -> Iterator[tuple[Any, str, Any]]:
     def formatted(x: Tensor, how: str) -> str:  # a single number is read for that, also if it has a class of its own
         return format(x.item(), how) if x.ndim == 0 else object.__format__(x, how)
 
-    def found(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def dispatched(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operation that no dispatch mode has seen, such as one on a thread from before the block."""
         here = device.answering.knows() or device.fake_mode.enter_stack
         if here or not any(x.device.type == NAME for x in tensors_in(args, kwargs)):
@@ -319,7 +319,9 @@ def _patches(device: Device) -> Iterator[tuple[Any, str, Any]]:
         device.resized(storage)
         return same
 
-    def made(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:
+    def init_autocast(
+        self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None
+    ) -> None:
         if enabled and device_type not in (NAME, "cpu"):  # it would be without effect
             raise RuntimeError(
                 f"torch.autocast({device_type!r}) at {users_line()}: the tensors here are on the simulated device, "
@@ -328,7 +330,7 @@ def _patches(device: Device) -> Iterator[tuple[Any, str, Any]]:
         make(self, device_type, dtype, enabled, cache_enabled)
 
     def cleared() -> None:
-        autocast.forget()
+        autocast.drop_casts()
         clear()
 
     def swapped(a: Tensor, b: Tensor) -> None:  # `module.to(dtype)` calls it, where torch itself has weak references
@@ -337,7 +339,7 @@ def _patches(device: Device) -> Iterator[tuple[Any, str, Any]]:
         else:
             swap(a, b)
 
-    def beside(thread: threading.Thread) -> None:
+    def run_thread(thread: threading.Thread) -> None:
         device.answering.known = True
         with Operations():
             run(thread)
@@ -345,12 +347,12 @@ def _patches(device: Device) -> Iterator[tuple[Any, str, Any]]:
     yield torch, "Generator", _Generator
     yield fake, "tolist", lambda x: x.cpu().tolist()
     yield fake, "__format__", formatted
-    yield fake, "__torch_dispatch__", classmethod(found)
+    yield fake, "__torch_dispatch__", classmethod(dispatched)
     yield torch.UntypedStorage, "resize_", resized
-    yield torch.autocast, "__init__", made
+    yield torch.autocast, "__init__", init_autocast
     yield torch, "clear_autocast_cache", cleared
     yield torch.utils, "swap_tensors", swapped
-    yield threading.Thread, "run", beside
+    yield threading.Thread, "run", run_thread
 
 
 class _Generator(torch.Generator):
@@ -382,11 +384,11 @@ class _SimulatedStream(torch.Stream):
     def query(self) -> bool:
         _refuse_in_graph("query")
         on = _device().clocks
-        return on.happened(on.now(self.stream_id))
+        return on.happened(on.launched_until(self.stream_id))
 
     def wait_stream(self, other: Any) -> None:
         on = _device().clocks
-        on.wait(self.stream_id, on.now(other.stream_id))
+        on.wait(self.stream_id, on.launched_until(other.stream_id))
 
     def wait_event(self, event: Any) -> None:
         event.wait(self)
@@ -412,7 +414,7 @@ class _Event:
 
     def record(self, stream: Any = None) -> None:
         on = _device()
-        self.point = on.clocks.now(on.stream() if stream is None else stream.stream_id)
+        self.point = on.clocks.launched_until(on.stream() if stream is None else stream.stream_id)
 
     def wait(self, stream: Any = None) -> None:
         on = _device()
@@ -421,7 +423,7 @@ class _Event:
 
 
 @contextlib.contextmanager
-def _within(stream: Any) -> Iterator[None]:
+def _on_stream(stream: Any) -> Iterator[None]:
     """A context in which a stream is current, and its device."""
     if stream is None:
         yield
@@ -484,7 +486,7 @@ class _Module:
         return _SimulatedStream(index, number=on.defaults[index])
 
     def stream(self, stream: Any) -> Any:
-        return _within(stream)
+        return _on_stream(stream)
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]

@@ -89,7 +89,7 @@ def past_modes(func: Any, *args: Any, **kwargs: Any) -> Any:
     Raises:
         NotImplementedError: nothing is simulated, or this operation is one of those of which others consist.
     """
-    with modes.seen():
+    with modes.visible_to_modes():
         if dispatch.running(Operations) is not None:
             return func(*args, **kwargs)
         if not opened or opened[0].answering.knows():
@@ -113,7 +113,7 @@ def _on_host(device: Device, func: Any, args: Any, kwargs: dict[str, Any], tenso
         pins = func is _aten._pin_memory.default
         pinned = args[0].clone() if pins else func(*args, **kwargs | {"pin_memory": False})
         _pinned[pinned] = True
-        device.listener.held(pinned)
+        device.listener.note_memory(pinned)
         return pinned
     if func is _aten.is_pinned.default:
         return args[0] in _pinned
@@ -128,7 +128,7 @@ def _on_host(device: Device, func: Any, args: Any, kwargs: dict[str, Any], tenso
             return writes[0] if len(func._schema.returns) == 1 else None
     out = func(*args, **kwargs)
     if isinstance(out, Tensor) and out.device.type == "cpu":
-        device.listener.held(out)
+        device.listener.note_memory(out)
     return out
 
 
@@ -185,17 +185,17 @@ def _pretended(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
             return _pretended(device, func, args, kwargs)
     key = shapes.key_of(func, args, kwargs)
     if key is None:
-        return _found(device, func, args, kwargs)
+        return _fake_result(device, func, args, kwargs)
     known = shapes.known.get(key)
     if known is None:
-        out = _found(device, func, args, kwargs)
+        out = _fake_result(device, func, args, kwargs)
         if key == shapes.key_of(func, args, kwargs):
             shapes.known[key] = shapes.results(out, args, kwargs)
         return out
-    return shapes.again(known, args, kwargs)
+    return shapes.replayed_result(known, args, kwargs)
 
 
-def _found(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+def _fake_result(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     """The result, without values, as torch finds its shape."""
     mode = device.fake_mode
 
@@ -332,7 +332,7 @@ def _collective(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
             with device._lock:
                 device.collectives.setdefault(group, []).append((func.name(), sent))
 
-    device.clocks.wait(stream, device.clocks.now(device.stream()))
+    device.clocks.wait(stream, device.clocks.launched_until(device.stream()))
     device.clocks.use(stream, func.name(), reads, writes)
     out, number = _result(device, func, args, kwargs), -1
     if device.graph is None:
@@ -344,7 +344,7 @@ def _collective(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
         device.clocks.allocated(device.stream(), x)
     device.clocks.use(stream, func.name(), (), made)
     # As NCCL's works do, a collective holds its tensors until the first wait for it, whichever stream waits.
-    point, held = device.clocks.now(stream), (*reads, *writes)
+    point, held = device.clocks.launched_until(stream), (*reads, *writes)
     for x in made if func.namespace == "_c10d_functional" else ():
         device.results[x] = point, held
     for work in optree.tree_leaves(out):
@@ -354,7 +354,7 @@ def _collective(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
             device.works[id(handle)] = handle, point, (*held, *made), number
     device.listener.sent(group.partition(" ")[0], stream)
     for x in made:
-        device.listener.held(x)
+        device.listener.note_memory(x)
     return out
 
 

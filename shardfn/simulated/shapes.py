@@ -90,16 +90,16 @@ def _result(x: Tensor, given: list[Tensor], numbers: dict[int, int]) -> _Result:
     return _Result(argument, same >= 0, tuple(x.shape), x.stride(), start, x.dtype, x.device)
 
 
-def again(remembered: Results, args: Any, kwargs: Any) -> Any:
+def replayed_result(remembered: Results, args: Any, kwargs: Any) -> Any:
     """The same result for these arguments."""
     leaves, tree = remembered
     if len(leaves) == tree.num_nodes == 1 and type(leaves[0]) is _Result:  # one tensor, as of most operations
-        return _made(leaves[0], tensors_in(args, kwargs) if leaves[0].argument >= 0 else [])
+        return _result_tensor(leaves[0], tensors_in(args, kwargs) if leaves[0].argument >= 0 else [])
     given = tensors_in(args, kwargs) if any(type(x) is _Result and x.argument >= 0 for x in leaves) else []
-    return optree.tree_unflatten(tree, [_made(x, given) if type(x) is _Result else x for x in leaves])
+    return optree.tree_unflatten(tree, [_result_tensor(x, given) if type(x) is _Result else x for x in leaves])
 
 
-def _made(result: _Result, given: list[Tensor]) -> Tensor:
+def _result_tensor(result: _Result, given: list[Tensor]) -> Tensor:
     if result.same:
         return given[result.argument]
     if result.argument < 0:

@@ -106,7 +106,7 @@ class Buffer:
         """Numbers of references to this object, and to its storage in Python and in C++."""
         return sys.getrefcount(self), sys.getrefcount(self._storage), storage_uses(self._number)
 
-    def moved(self) -> bool:
+    def has_moved(self) -> bool:
         """Whether its data pointer has changed: a program has resized its storage, or shared it with a process."""
         return self.all.data_ptr() != self._at
 
@@ -165,7 +165,7 @@ class Pool:
             gone.append(free.pop())
             over -= gone[-1].nbytes
         buffer = Buffer(nbytes, self.device, pooled=True)  # takes no pages before it is used
-        self.buffers = [*[b for b in self.buffers if b not in gone and not b.moved()], buffer]
+        self.buffers = [*[b for b in self.buffers if b not in gone and not b.has_moved()], buffer]
         return buffer
 
     def trim(self, all: bool = False) -> None:

@@ -143,7 +143,7 @@ class Call:
                     nonfinite.after_forward(schedule.mesh, self, views, [leaves[i] for i in indices], _tensors(result))
                 gathered, self.gathered = self.gathered, None
                 self._end(gathered)
-            return self._apart(result, [])
+            return self._without_aliases(result, [])
         with schedule.alone:
             if schedule.gathering.decoded.buffers and not self.signature.packed:  # the logits of a head are large
                 schedule.gathering.decoded.trim(all=True)
@@ -170,7 +170,7 @@ class Call:
             views = []
             self._end(gathered)
             schedule.ran(self)
-        return self._apart(result, [leaves[i] for i in indices], tokens)
+        return self._without_aliases(result, [leaves[i] for i in indices], tokens)
 
     def _entered(self) -> tuple[Tensor, list[list[Tensor]]]:
         """The parameters as results of the entry, and a token: a tensor whose graph leads to the entry."""
@@ -231,7 +231,7 @@ class Call:
 
         generators = signature.generators(leaves)
         contexts = remat() if callable(remat) else ()
-        rng_and_autocast = self.schedule.surroundings(generators, bool(contexts))
+        rng_and_autocast = self.schedule.rng_and_autocast(generators, bool(contexts))
         backward_context = functools.partial(self.schedule.in_backward, self)
         frame = Recomputed(signature, run, tensors, rng_and_autocast, contexts, backward_context)
         compares, signature.sampled = not signature.sampled, True
@@ -281,14 +281,14 @@ class Call:
             RuntimeError: the function wrote into a parameter.
         """
         if gathered is not None and gathered.written():
-            self.schedule.forget(gathered)
+            self.schedule.drop_gather(gathered)
             raise RuntimeError(writes(self.signature))
         if autograd.versions_of(self.shards) != self.versions:
             raise RuntimeError(writes(self.signature))
         if gathered is not None:
             self.schedule.end_forward(self, gathered)
 
-    def _apart(self, result: Any, inputs: Sequence[Tensor], tokens: Sequence[Tensor] = ()) -> Any:
+    def _without_aliases(self, result: Any, inputs: Sequence[Tensor], tokens: Sequence[Tensor] = ()) -> Any:
         """The result, without aliases of parameters' memory, and passed through the exit if autograd records."""
         frame, self.frame = self.frame, None  # the frame refers to this call: no cycle
         leaves, tree = ([result], None) if type(result) is Tensor else optree.tree_flatten(result)
@@ -340,7 +340,7 @@ class Call:
         decoded = self.decoded.get(parameter)
         if decoded is None:
             source = parameter.source
-            bytes_ = source.found() if isinstance(source, GatheredView) else source
+            bytes_ = source.rebuilt_view() if isinstance(source, GatheredView) else source
             values, stream = self._decoded(parameter.form.having(bytes_)), self.schedule.gathering.stream
             decoded = self.decoded[parameter] = values, None if stream is None else Arrival(stream)
         values, arrival = decoded

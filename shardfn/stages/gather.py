@@ -134,7 +134,7 @@ class Gathered:
         self.failed = ""  # why a wait failed
         self.version: int | None = None
         self.stream = by.stream
-        self.made_on = None if by.stream is None else by.stream.now()
+        self.made_on = None if by.stream is None else by.stream.compute_stream()
         self.arrival: Arrival | None = None
         self.buffer = by.pool.empty(plan.nbytes, shards[0], keeps)
         self.bytes = self.buffer.part(0, plan.nbytes, torch.uint8)
@@ -210,7 +210,7 @@ class Gathered:
             raise RuntimeError(self.failed) from waiting.cause(error)
         works, self.works = self.works, []
         self.buffer.under_way = False
-        if self.stream is not None and (current := self.stream.now()) != self.made_on:
+        if self.stream is not None and (current := self.stream.compute_stream()) != self.made_on:
             _used_on(current, self.bytes)
             if works:  # the stream to which this memory returns has not waited for them
                 free((self.stream, works, (self.bytes, *self.shards)))

@@ -39,7 +39,7 @@ class GatherStream:
         with self.module.stream(self.stream):
             yield
 
-    def now(self) -> Any:
+    def compute_stream(self) -> Any:
         """The stream that computes."""
         return self.module.current_stream(self.device)
 
@@ -69,12 +69,12 @@ class Arrival:
     __slots__ = ("_on", "event", "made_on")
 
     def __init__(self, stream: GatherStream) -> None:
-        self._on, self.made_on = stream, stream.now()
+        self._on, self.made_on = stream, stream.compute_stream()
         self.event = self.made_on.record_event()
 
     def wait(self, memory: Tensor) -> None:
         """Makes the current stream, if it is a different one, wait for that point before it reads the memory."""
-        current = self._on.now()
+        current = self._on.compute_stream()
         if current != self.made_on:
             current.wait_event(self.event)
             memory.record_stream(current)

@@ -124,18 +124,18 @@ class Prefetch:
     def _gathered(self, call: Call) -> Gathered:
         request = Wanted(call.key, call.plan, call.shards, call.shards, keeps=call.keeps)
         self._turn(call, [request, *self.announced(call)], 1 + call.signature.options.prefetch + call.keeps)
-        gathered = self._found(call.key)
+        gathered = self._find(call.key)
         assert gathered is not None, "it has been started"
         if call.keeps:
             self._keep(call, gathered)
         try:
             gathered.wait()
         except RuntimeError:
-            self.forget(gathered)
+            self.drop_gather(gathered)
             raise
         return gathered
 
-    def _found(self, key: Key) -> Gathered | None:
+    def _find(self, key: Key) -> Gathered | None:
         """The gather with this key, in flight or complete; None if there is none."""
         gathered = self.buffers.get(key) or self.kept.get(key)
         if gathered is None and key in self.tape.held:
@@ -146,7 +146,7 @@ class Prefetch:
         """Keeps what was gathered until the step ends, or until the last call that keeps it has had its backward."""
         if call.signature.keep == "step" and call.step is not None:
             self.kept[call.key] = gathered
-            call.step.meet(call.schedule)
+            call.step.add_schedule(call.schedule)
         elif call.tape is not None:
             call.tape.held.setdefault(call.key, [gathered, 0])[1] += 1
             self.buffers.pop(call.key, None)
@@ -187,7 +187,7 @@ class Prefetch:
         for key in [key for key in self.buffers if key not in staying]:
             self.buffers.pop(key).wait()  # an unused gather writes into its memory until it has arrived
         for request in requests:
-            gathered = self._found(request.key)
+            gathered = self._find(request.key)
             if gathered is None:
                 with named(request.key[0].stage):
                     gathered = self.start(call, request)
@@ -202,7 +202,7 @@ class Prefetch:
             record_buffers(self.gathering.pool.nbytes() + self.gathering.decoded.nbytes() + sum(pieces.values()))
         return Gathered(request.plan, request.shards, self.gathering, request.again, request.keeps)
 
-    def forget(self, gathered: Gathered) -> None:
+    def drop_gather(self, gathered: Gathered) -> None:
         """Drops a gather that failed, or into which a function wrote, so that no call uses it again."""
         for store in (self.buffers, self.kept):
             for key in [key for key, other in store.items() if other is gathered]:
@@ -237,12 +237,12 @@ class Prefetch:
     def gather_again(self, call: Call) -> None:
         """Starts to gather a call's parameters for backward, and those of the calls before it."""
         if call.again:
-            self._turn(call, [self._again(call), *self.before(call)])
-            call.gathered = self._found(call.key)
+            self._turn(call, [self._gather_request(call), *self.before(call)])
+            call.gathered = self._find(call.key)
         else:  # a recomputed function whose parameters were kept
-            call.gathered = self._found(call.key) or self.start(call, self._again(call))
+            call.gathered = self._find(call.key) or self.start(call, self._gather_request(call))
 
-    def _again(self, call: Call) -> Wanted:
+    def _gather_request(self, call: Call) -> Wanted:
         if autograd.versions_of(call.shards) != call.versions:
             raise RuntimeError(
                 f"{call.signature}: a shard has been modified by an inplace operation between forward and backward, "
@@ -267,7 +267,7 @@ class Prefetch:
                 announcements -= 1
                 continue
             if other.key != call.key:
-                requests.append(self._again(other))
+                requests.append(self._gather_request(other))
             gathers -= 1
         return requests
 

@@ -97,7 +97,7 @@ class Recomputed:
             stack.enter_context(autograd.hooked(self._pack, self._unpack))
             result = self.run(tensors)
         kinds, self.kinds = self.kinds, []
-        for number, saved in _held(self.saved):
+        for number, saved in _live_placeholders(self.saved):
             self.kinds.append(kinds[saved.number])
             saved.number = number
         self.saved.clear()
@@ -145,7 +145,7 @@ class Recomputed:
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.here())
-            stack.enter_context(self.surroundings.again())
+            stack.enter_context(self.surroundings.restored_state())
             stack.enter_context(_allowing(self.kernels))
             stack.enter_context(torch.enable_grad())
             if self.contexts:  # of a policy, which keeps results for one run
@@ -156,7 +156,7 @@ class Recomputed:
         if self.form is None:  # the first run has not ended, and asks for what it has saved so far
             self.again = dict(enumerate(kept))
             return
-        self.again = {number: kept[saved.number] for number, saved in _held(references)}
+        self.again = {number: kept[saved.number] for number, saved in _live_placeholders(references)}
         form, outputs = form_of(result, tensors)
         if not self.form.same(form):
             raise RuntimeError(other_result(self.signature, str(self.form), str(form)))
@@ -205,7 +205,7 @@ def _allowing(kernels: Sequence[bool]) -> Iterator[None]:
             allow(not enabled)
 
 
-def _held(saved: Sequence[weakref.ref[_Saved]]) -> Iterator[tuple[int, _Saved]]:
+def _live_placeholders(saved: Sequence[weakref.ref[_Saved]]) -> Iterator[tuple[int, _Saved]]:
     """The placeholders that autograd still holds, numbered in the order of saving."""
     return enumerate(x for reference in saved if (x := reference()) is not None)
 

@@ -490,9 +490,9 @@ class Reductions:
         if in_flight:  # else a first drain has trimmed already: a second trim would free the pools' memory
             self.trim()
         self.in_flight, self.for_elsewhere, self.moving = [], [], []
-        self.grad_offload.settle()
+        self.grad_offload.wait_for_gradients()
 
-    def forget(self) -> None:
+    def drop_all(self) -> None:
         """Drops all gradients in flight; the allocator reuses their memory only after the streams have passed."""
         side_streams = [stream for stream in (self._side, self._sending) if stream is not None]
         for stream in () if devices.capturing(self.device) else side_streams:
@@ -519,7 +519,7 @@ class Reductions:
         for pending in self.for_elsewhere[: -self.UNDER_WAY]:
             self.wait(pending)
 
-    def settle(self, step: Step) -> None:
+    def finish_step(self, step: Step) -> None:
         """Reduces the gradients that the step has deferred, and waits for all."""
         for total in [total for total in step.sums.values() if total.reductions is self]:
             reduction: Reduction = total.reduction
@@ -535,7 +535,7 @@ class Reductions:
                 elif total.out is not None:
                     deferred, dtype = step.defer == "replicas", reduction.dtypes.shard
                     if deferred or total.out.dtype != dtype:
-                        out, total.out = placing.brought(total.out, self.grad_offload.mesh()).to(dtype), None
+                        out, total.out = placing.on_mesh_device(total.out, self.grad_offload.mesh()).to(dtype), None
                         self._let_leave()
                         self._sent(PendingReduction(reduction, out, total, not deferred, scattered=True))
         self.drain()

@@ -71,7 +71,7 @@ class RngAndAutocast:
         return entered(contexts)
 
     @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
+    def restored_state(self) -> Iterator[None]:
         """A context with the first run's random state and autocast; its end restores the current random state."""
         present = RngAndAutocast(self.device, [generator for generator, _ in self.generators], again=True)
         casting = self.autocast_again()
@@ -121,7 +121,7 @@ class ResultSignature(NamedTuple):
             self.kinds == other.kinds
             and self.order == other.order
             and self.tree == other.tree
-            and all(map(_alike, self.leaves, other.leaves))
+            and all(map(_same_leaf, self.leaves, other.leaves))
         )
 
     def __str__(self) -> str:
@@ -136,7 +136,7 @@ class ResultSignature(NamedTuple):
         return short(text, 200) + (f" (arguments are handed through as tensors {through})" if through else "")
 
 
-def _alike(a: Any, b: Any) -> bool:
+def _same_leaf(a: Any, b: Any) -> bool:
     return type(a) is type(b) and (a is TENSOR) is (b is TENSOR) and (not isinstance(a, _DISCRETE) or a == b)
 
 
@@ -193,7 +193,7 @@ class SampledNumbers:
             if part is None or plain.dtype != part.dtype:
                 continue
             if (sample := _spread(plain)).shape == part.shape:
-                difference = _apart(sample, part)
+                difference = _relative_difference(sample, part)
                 if not difference <= rounding(part):
                     return Off(number, kind_of(x.dtype, x.shape), difference)
         return None
@@ -214,7 +214,7 @@ def _spread(x: Tensor) -> Tensor:
     return x.reshape(-1)[::step]
 
 
-def _apart(second: Tensor, first: Tensor) -> float:
+def _relative_difference(second: Tensor, first: Tensor) -> float:
     """The norm of the difference, relative to the larger norm; nan equals nan, and infinity equals infinity."""
     wide = torch.complex128 if second.is_complex() else torch.float64
     second, first = second.to(wide), first.to(wide)

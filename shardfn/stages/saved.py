@@ -54,7 +54,7 @@ class GatheredView:
         self.shape, self.stride, self.offset = x.shape, x.stride(), offset // dtype.itemsize
         self.noted = None if recorder is None else (recorder, recorder.values.node_of(x))
 
-    def found(self) -> Tensor:
+    def rebuilt_view(self) -> Tensor:
         """The tensor, as a view of the parameters that backward has gathered."""
         call, decoded = self.call, self.decoded
         if decoded is not None:
@@ -104,11 +104,11 @@ def hooks(call: Call, leave: Any) -> Any:
 
     def unpack(packed: Any) -> Tensor:
         if type(packed) is GatheredView:
-            return packed.found()
+            return packed.rebuilt_view()
         if leave is not None and type(packed) is View:
             x, version = packed.witness, packed.version
             if x._version == version:
-                return packed.brought()
+                return packed.on_device()
         elif around is not None:
             return around[1](packed)
         else:

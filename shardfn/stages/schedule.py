@@ -88,7 +88,7 @@ class Schedule(Prefetch):
         for layout in signature.layouts if independent_axes() else ():
             refuse_independent(layout.placement.axes, f"stage {signature.name}: gathering {layout.stage!r}")
         plan, step = signature.plan(shards), current_step()
-        self.meet(signature, plan)
+        self.compare_stages(signature, plan)
         differentiates = torch.is_grad_enabled()
         trains = [differentiates and x.requires_grad for x in shards]
         records = any(trains) or (differentiates and any(leaves[i].requires_grad for i in tensor_indices))
@@ -111,13 +111,13 @@ class Schedule(Prefetch):
         with named(signature.stage, inside):
             return call.run(leaves, tensor_indices, records)
 
-    def meet(self, signature: Signature, plan: GatherPlan) -> None:
+    def compare_stages(self, signature: Signature, plan: GatherPlan) -> None:
         """Compares a stage with the stages of other ranks, before its first call."""
         if (plan, signature.summed) not in self.lane_state.met:
             with modes.policies_unseen():
                 compare(self.mesh, signature, plan, self.lane_state)
 
-    def surroundings(self, generators: Sequence[torch.Generator], policy: bool) -> RngAndAutocast:
+    def rng_and_autocast(self, generators: Sequence[torch.Generator], policy: bool) -> RngAndAutocast:
         """The random state and autocast under which a function runs, to be restored for its recomputation."""
         return RngAndAutocast(self.device, generators, again=True)
 
@@ -279,7 +279,7 @@ class Schedule(Prefetch):
             if step is not None and variable is not None:
                 total = step.sum_of(variable, reduction, self.reductions)
                 if self not in step.schedules:  # of a step in a hook, which has no tape with these calls
-                    step.meet(self)
+                    step.add_schedule(self)
             defer = step.defer if step and total else "nothing"
             pending = self.reductions.start(reduction, gradients[k], total, defer)
             pendings[k] = pending if total is None else None
@@ -366,7 +366,7 @@ class Schedule(Prefetch):
         """
         try:
             if failed:
-                self.reductions.forget()
+                self.reductions.drop_all()
             else:
                 self.reductions.drain()
                 if self.device.type != "cpu":

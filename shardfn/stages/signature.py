@@ -99,7 +99,7 @@ class Signature:
     def refuse_elsewhere(self) -> None:
         """Raises ValueError on a rank that holds none of the parameters."""
         for layout in self.layouts:
-            if not layout.here(process_groups.global_rank()):
+            if not layout.lives_on(process_groups.global_rank()):
                 only_at = ", ".join(f"{axis}={position}" for axis, position in layout.placement.only_at)
                 raise ValueError(
                     f"stage {self.name}: {layout.stage!r} lives at {only_at}, and this rank is elsewhere and holds "

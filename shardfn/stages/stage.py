@@ -118,7 +118,7 @@ def stage(
     if fn is None:
         return functools.partial(stage, **vars(requested))
     refuse_module("stage", fn)
-    return made(getattr(fn, "__name__", type(fn).__name__), fn, options)
+    return make_stage(getattr(fn, "__name__", type(fn).__name__), fn, options)
 
 
 @dataclass(eq=False)
@@ -131,7 +131,7 @@ class Made:
     skipping: Callable[..., Any] | None = None
 
 
-def made(name: str, function: Callable[..., Any], options: Options, computes: bool = True) -> Callable[..., Any]:
+def make_stage(name: str, function: Callable[..., Any], options: Options, computes: bool = True) -> Callable[..., Any]:
     """Makes a stage; without `computes` it only joins the collectives of other ranks' calls of that stage."""
     signatures: dict[Any, Signature] = {}
 
@@ -265,7 +265,7 @@ def skip(stage: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tensor:
             f"shardfn.stage returned, and then the parameters"
         )
     if source.skipping is None:
-        source.skipping = made(source.name, _zero(source.function), source.options, computes=False)
+        source.skipping = make_stage(source.name, _zero(source.function), source.options, computes=False)
     return source.skipping(*args, **kwargs)
 
 

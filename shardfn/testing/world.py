@@ -84,7 +84,7 @@ class World:
         outcomes = self._outcomes(fn, args, kwargs)
         return [outcome.as_exception() if isinstance(outcome, Failure) else None for outcome in outcomes]
 
-    def within(self, deadline: float) -> World:
+    def with_deadline(self, deadline: float) -> World:
         """The same world, with another deadline in seconds."""
         view = copy.copy(self)
         view.deadline = deadline

@@ -128,7 +128,7 @@ class View:
     witness: Tensor
     version: int
 
-    def brought(self) -> Tensor:
+    def on_device(self) -> Tensor:
         """The saved tensor, on the device.
 
         Raises:
@@ -192,7 +192,7 @@ class Away:
             above: the fewest bytes that move.
             file: the file on disk to which it moves; None for the host.
         """
-        self._settle()
+        self._poll_transfers()
         span = _stretch(x)
         if span is None or span[1] - span[0] < max(above, 1):
             return None
@@ -222,7 +222,7 @@ class Away:
         """Starts a copy to the host; the memory on the device must not be reused before the copy is complete."""
         assert activation.here is not None, "it leaves once"
         activation.host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
-        side = self._beside()
+        side = self._copy_stream()
         with self._module().stream(side):
             activation.host.copy_(activation.here, non_blocking=True)
             activation.left = side.record_event()
@@ -235,7 +235,9 @@ class Away:
     def _end_copy(self) -> None:
         activation = self._copying.popleft()
         assert activation.host is not None, "it is on its way"
-        self._now().wait_event(activation.left)  # the allocator may reuse the memory on this stream, so it waits
+        self._current_stream().wait_event(
+            activation.left
+        )  # the allocator may reuse the memory on this stream, so it waits
         self._copied -= activation.host.nbytes
         activation.here = None
         if activation.place is not None:
@@ -273,7 +275,7 @@ class Away:
             self._freed = 0
             mapping.trim()
 
-    def _settle(self) -> None:
+    def _poll_transfers(self) -> None:
         """Completes the transfers that have finished, without waiting."""
         while self._copying and self._copying[0].left.query():
             self._end_copy()
@@ -286,21 +288,21 @@ class Away:
         """Starts to bring back what this run's backward reads, and what the next one reads."""
         if not self._activations:
             return
-        self._settle()
+        self._poll_transfers()
         runs = tape.runs[: run.index] if tape is not None and run.signature.options.prefetch else []
         following = next((other for other in reversed(runs) if other.away and not other.done), None)
         self._next = list(following.away) if following else []
         needed = [*_alive(run.away), *_alive(self._next)]
-        self._forget(needed)
+        self._release(needed)
         for activation in needed:
             self._start(activation)
 
     def done(self) -> None:
         """Ends a run's backward: releases what was brought back for it alone."""
         if self._brought:
-            self._forget(_alive(self._next))
+            self._release(_alive(self._next))
 
-    def _forget(self, needed: Iterable[Activation]) -> None:
+    def _release(self, needed: Iterable[Activation]) -> None:
         """Releases everything that was brought back, or is coming back, except these activations."""
         ids = {id(activation) for activation in needed}
         retained = []
@@ -309,7 +311,9 @@ class Away:
                 retained.append(weakref.ref(activation))
                 continue
             if activation.arrived is not None:
-                self._now().wait_event(activation.arrived)  # the memory must not be reused before the copy ends
+                self._current_stream().wait_event(
+                    activation.arrived
+                )  # the memory must not be reused before the copy ends
             if activation.place is not None and self.device.type == "cpu":
                 self._free(activation.place.nbytes)
             activation.coming = activation.back = activation.arrived = None
@@ -327,7 +331,7 @@ class Away:
             )
             return
         activation.back = torch.empty(activation.host.nbytes, dtype=torch.uint8, device=self.device)
-        side = self._beside()
+        side = self._copy_stream()
         with self._module().stream(side):
             activation.back.copy_(activation.host, non_blocking=True)
             activation.arrived = side.record_event()
@@ -349,7 +353,7 @@ class Away:
             activation.back = coming.values.to(self.device, non_blocking=True)
         assert activation.back is not None, "it has been started"
         if activation.arrived is not None:
-            stream = self._now()
+            stream = self._current_stream()
             stream.wait_event(activation.arrived)
             # The copy was made on another stream; the allocator must know that this one uses its memory.
             activation.back.record_stream(stream)
@@ -358,7 +362,7 @@ class Away:
     def end(self) -> None:
         """Ends a step: drops what backward has not used, and completes what is in flight."""
         self._next = []
-        self._forget(())
+        self._release(())
         while self._copying:
             self._end_copy()
         while self._writing:
@@ -370,14 +374,14 @@ class Away:
     def _module(self) -> Any:
         return torch.get_device_module(self.device)
 
-    def _now(self) -> Any:
+    def _current_stream(self) -> Any:
         return self._module().current_stream(self.device)
 
-    def _beside(self) -> Any:
+    def _copy_stream(self) -> Any:
         """The stream for copies, made to wait for what the current stream has been given so far."""
         if self._side is None:
             self._side = self._module().Stream(device=self.device)
-        self._side.wait_stream(self._now())
+        self._side.wait_stream(self._current_stream())
         return self._side
 
 

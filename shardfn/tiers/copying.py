@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardfn.tiers import tensors
-from shardfn.tiers.tensors import ALIGNMENT, File, on_disk, place_of, settle
+from shardfn.tiers.tensors import ALIGNMENT, File, on_disk, place_of, wait_for_writes
 from shardfn.tiers.transfers import PendingRead, reading, writing
 
 PORTION = 2**23  # bytes
@@ -62,8 +62,8 @@ def copy_(into: Tensor, x: Tensor) -> None:
         into.copy_(x)
     elif not into.is_contiguous():
         into.copy_(x)
-        settle(into)
-        settle(x)
+        wait_for_writes(into)
+        wait_for_writes(x)
     elif x.numel():
         offset, flat = 0, into.detach().view(-1)
         for part in portions(x):
@@ -91,7 +91,7 @@ def filling(x: Tensor) -> Iterator[Tensor]:
     """Memory for the block to fill with a tensor's values: its own, or memory that is then copied to disk."""
     if place_of(x) is None:
         yield x
-        settle(x)
+        wait_for_writes(x)
         return
     memory = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     yield memory

@@ -45,7 +45,7 @@ class DiskPrefetch:
         if started is not None:
             self._reads[_key(x)] = x, x._version, started
 
-    def take(self, x: Tensor) -> PendingRead | None:
+    def started_read(self, x: Tensor) -> PendingRead | None:
         """The read of a tensor on disk, started now if not announced or outdated; None if not on disk."""
         if place_of(x) is None:
             return None
@@ -65,7 +65,7 @@ class DiskPrefetch:
     @contextlib.contextmanager
     def arriving(self, tier: str, x: Tensor, device: torch.device) -> Iterator[Tensor]:
         """A shard's values in memory, for a block that starts to copy them to a device."""
-        coming = self.take(x) if tier == "disk" else None
+        coming = self.started_read(x) if tier == "disk" else None
         arrival: PendingCopies | None = None
         try:
             if coming is not None:
@@ -94,7 +94,7 @@ class DiskPrefetch:
             coming.give_up()
         streams, self._streams = self._streams, None
         if streams is not None:
-            streams.settle()
+            streams.wait_for_reads()
 
 
 def _key(x: Tensor) -> tuple[int, int]:
@@ -126,7 +126,7 @@ class GradOffload:
             while len(self._going) > BEHIND:
                 self._end()
             return gradient
-        self.settle()
+        self.wait_for_gradients()
         streaming.add_(so_far, out.cpu())
         return so_far
 
@@ -137,7 +137,7 @@ class GradOffload:
         self._copied = copy_streams(out.device).take_out([(gradient, out)])
         if so_far is None:
             return gradient
-        self.settle()
+        self.wait_for_gradients()
         return so_far.add_(gradient)
 
     def _end(self) -> None:
@@ -147,7 +147,7 @@ class GradOffload:
         finally:
             transfer.give_back()
 
-    def settle(self) -> None:
+    def wait_for_gradients(self) -> None:
         """Waits until all gradients have arrived.
 
         Raises:
@@ -168,7 +168,7 @@ def _to_disk(gradient: Tensor, out: Tensor) -> Transfer:
     """Starts to write a gradient, from an accelerator by way of pinned memory of the host."""
     if out.device.type == "cpu":
         return writing(gradient, out)
-    buffer = buffers.take(out.nbytes + ALIGNMENT)
+    buffer = buffers.acquire(out.nbytes + ALIGNMENT)
     host = buffer.bytes[: out.nbytes].view(out.dtype)
     transfer = writing(gradient, host, after=copy_streams(out.device).take_out([(host, out)]))
     assert transfer.buffer is None, "what is aligned is written as it is"

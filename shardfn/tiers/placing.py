@@ -57,7 +57,7 @@ def new(shape: tuple[int, ...], dtype: torch.dtype, tier: str, kind: str, mesh: 
     return torch.zeros(shape, dtype=dtype, device=device_of(mesh))
 
 
-def there(x: Tensor, tier: str, mesh: DeviceMesh) -> bool:
+def is_on_tier(x: Tensor, tier: str, mesh: DeviceMesh) -> bool:
     """Whether a tensor is on a tier."""
     if tier == "disk":
         return x.numel() == 0 or tensors.place_of(x) is not None
@@ -67,7 +67,7 @@ def there(x: Tensor, tier: str, mesh: DeviceMesh) -> bool:
 
 def put(x: Tensor, tier: str, kind: str, mesh: DeviceMesh) -> Tensor:
     """A tensor's values on a tier: the tensor itself if it is there, otherwise a copy."""
-    if there(x, tier, mesh):
+    if is_on_tier(x, tier, mesh):
         return x
     shape = tuple(x.shape)
     if tier == "disk":
@@ -83,7 +83,7 @@ def plain(x: object) -> bool:
     return isinstance(x, Tensor) and x.device.type != "meta" and not functorch.inside_transform()
 
 
-def brought(x: Tensor, mesh: DeviceMesh) -> Tensor:
+def on_mesh_device(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """A tensor's values on the mesh's device, differentiably; the tensor itself if it is there."""
     device = device_of(mesh)
     if x.device.type == "meta" or (x.device == device and tensors.place_of(x) is None):
@@ -94,7 +94,7 @@ def brought(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 @contextlib.contextmanager
-def held(x: Tensor) -> Iterator[Tensor]:
+def in_memory(x: Tensor) -> Iterator[Tensor]:
     """A tensor's values in memory while the block runs; the tensor itself if it is not on disk."""
     under_way = reading(x)
     if under_way is None:

@@ -71,7 +71,7 @@ class FileRange:
     nbytes: int
     address: int
 
-    def settle(self) -> None:
+    def wait_for_writes(self) -> None:
         """Waits until what was written through the mapping is in the file, and frees its memory."""
         with self.file.failing("writing", self.nbytes):
             mapping.written_out(self.address, self.nbytes)
@@ -125,12 +125,12 @@ class File:
     def __del__(self, ended: deque[Any] = _ended) -> None:  # bound here, since at exit the module's names are gone
         ended.append((self.plain, self.direct, self._addresses))
 
-    def room(self) -> int:
+    def free_bytes(self) -> int:
         """Bytes that are free on its file system."""
         system = os.fstatvfs(self.plain)
         return system.f_bavail * system.f_frsize
 
-    def take(self, nbytes: int) -> tuple[FileRange, bool]:
+    def allocate(self, nbytes: int) -> tuple[FileRange, bool]:
         """Returns a stretch of at least `nbytes` bytes, and whether it is new, and so full of zeros.
 
         Raises:
@@ -243,7 +243,7 @@ class File:
         except OSError as error:
             free = ""
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                free = f"; {self.room() / 1e6:,.1f} MB are free there: make room, or name another folder, {NAMED}"
+                free = f"; {self.free_bytes() / 1e6:,.1f} MB are free there: make room, or name another folder, {NAMED}"
             raise OSError(
                 error.errno,
                 f"{verb} {nbytes / 1e6:.1f} MB of {self.kind} in {self.folder!r} failed: {error.strerror}{free}",
@@ -277,7 +277,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, file: File, zeros: bool = 
     if nbytes == 0:
         return torch.empty(shape, dtype=dtype, device="cpu")
     collect()
-    stretch, new = file.take(nbytes)
+    stretch, new = file.allocate(nbytes)
     if zeros and not new:
         stretch.clear()
     memory = mapping.buffer_at(stretch.address, nbytes)
@@ -328,8 +328,8 @@ def release(x: Tensor) -> None:
         used[0].release()
 
 
-def settle(x: Tensor) -> None:
+def wait_for_writes(x: Tensor) -> None:
     """Waits until what was written into a tensor on disk is there, and frees its memory."""
     used = _stretch_of(x)
     if used is not None:
-        used[0].settle()
+        used[0].wait_for_writes()

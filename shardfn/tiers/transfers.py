@@ -83,13 +83,13 @@ class Buffers:
         """Gives a forked process a new lock: the inherited one may be held by another thread forever."""
         self._lock = threading.Lock()
 
-    def forget(self) -> None:
+    def free_unused(self) -> None:
         """Frees those that are unused."""
         with self._lock:
             self.nbytes -= sum(size * len(spare) for size, spare in self._spare.items())
             self._spare.clear()
 
-    def take(self, nbytes: int) -> DirectBuffer:
+    def acquire(self, nbytes: int) -> DirectBuffer:
         """Returns a buffer of at least `nbytes` bytes."""
         rounded = -(-nbytes // UNIT) * UNIT
         with self._lock:
@@ -259,7 +259,7 @@ def reading(x: Tensor, min_bytes: int = 0, target: DirectBuffer | None = None) -
         return None
     file, first = place.stretch.file, place.start // ALIGNMENT * ALIGNMENT
     last = -(-place.stop // ALIGNMENT) * ALIGNMENT
-    buffer = buffers.take(max(last - first, min_bytes)) if target is None else None
+    buffer = buffers.acquire(max(last - first, min_bytes)) if target is None else None
     memory = (target or buffer).bytes[: last - first]  # type: ignore[union-attr]
     parts = _parts(file.read, place.stretch.offset + first, memory, x)
     coming = PendingRead(parts, buffer, f"reading {x.nbytes / 1e6:.1f} MB of {file.kind} in {file.folder!r}")
@@ -287,7 +287,7 @@ def writing(x: Tensor, source: Tensor, min_bytes: int = 0, after: Any = None) ->
     if (plain.data_ptr() - offset) % ALIGNMENT or behind < padding:
         if after is not None:
             after.synchronize()
-        buffer = buffers.take(max(len(plain) + 2 * ALIGNMENT, min_bytes))
+        buffer = buffers.acquire(max(len(plain) + 2 * ALIGNMENT, min_bytes))
         start = offset % ALIGNMENT
         payload = buffer.bytes[start : start + len(plain)].copy_(plain)
     else:
@@ -357,7 +357,7 @@ class CopyStreams:
             finally:
                 arrival.event = self.copies_in.record_event()
 
-    def settle(self) -> None:
+    def wait_for_reads(self) -> None:
         """Waits until the copies in have read their sources, so that the host can overwrite these."""
         self.copies_in.synchronize()
 

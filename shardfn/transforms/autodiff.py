@@ -278,14 +278,14 @@ class Variables:
         """The tree with `values` for the leaves that have a gradient."""
         return optree.tree_unflatten(self._tree, with_leaves(self._leaves, self._at, values))
 
-    def like(self, values: Sequence[Tensor]) -> Any:
+    def tree_of(self, values: Sequence[Tensor]) -> Any:
         """The tree with `values` for the leaves that have a gradient, and None for all others."""
         return optree.tree_unflatten(self._tree, with_leaves([None] * len(self._leaves), self._at, values))
 
     def gradient(self, gradients: Sequence[Tensor]) -> Any:
         """A tree of gradients, None for the other leaves; flat shards get the layout of their gradient."""
         # A None leaf is not a node to optree, so the gradient keeps the argument's structure around it.
-        tree = self.like(gradients)
+        tree = self.tree_of(gradients)
         if all(layout is None or layout.state_layout is layout for layout in self.layouts):
             return tree
         return optree.tree_map(

@@ -45,7 +45,7 @@ _log = logging.getLogger("shardfn")
 _WORDS = ("always", "first", "off")
 
 
-def asked() -> str | None:
+def check_setting() -> str | None:
     """The value of `SHARDFN_CHECK`, for all functions: `always`, `first` or `off`; None if it is not set.
 
     Raises:
@@ -111,15 +111,15 @@ class CheckedCall:
 
     # --- arguments ---
 
-    def take(self, leaves: Sequence[Leaf], pieces: Sequence[Any]) -> None:
+    def record_arguments(self, leaves: Sequence[Leaf], pieces: Sequence[Any]) -> None:
         """Records the arguments, as the function gets them."""
         with _silently():
             for leaf, piece in zip(leaves, pieces, strict=True):
-                self._take(leaf, piece)
+                self._record_leaf(leaf, piece)
             for x in _transformed(self.function):
                 self.recorder.values.closure(functorch.unwrapped(x), True)
 
-    def _take(self, leaf: Leaf, piece: Any) -> None:
+    def _record_leaf(self, leaf: Leaf, piece: Any) -> None:
         mask = self.recorder.trace.mask
         if is_flat(piece):
             if isinstance(piece.values, Tensor):
@@ -189,7 +189,7 @@ class CheckedCall:
             return judged(case[0])
 
         with _silently():
-            findings = self.ranks.together(find)
+            findings = self.ranks.all_findings(find)
         if self.recorder.trace.prefix and not all(f.unseen for f in findings):
             findings = [f for f in findings if not f.unseen]  # a rank with a longer record has found the cause
         ordered = tuple(sorted(findings, key=lambda f: f.kind in LAST))
@@ -268,7 +268,7 @@ class CheckedCall:
         meant = hash((*paths, *(allowed for *_, allowed in results)))
         digests = [*map(digest, (evidence, counts, watched)), len(shown), meant, trace.prefix]
         rows = ranks.gathered(torch.tensor(digests, device="cpu"))
-        differing, trace.prefix = ranks.along(rows), bool(rows[:, -1].any())
+        differing, trace.prefix = ranks.varying_axes(rows), bool(rows[:, -1].any())
         # Truncated records end at different places, so an entry that is missing in one proves nothing.
         spread = functools.partial(ranks.spread, absent=not trace.prefix)
         nodes = spread(evidence) if differing[0] else {}
@@ -278,7 +278,11 @@ class CheckedCall:
         if differing[3] or differing[4]:
             differs = ranks.spread(list(zip(paths, range(len(paths)), shown, strict=True)), absent=False)
         else:
-            masks = ranks.along(ranks.gathered(torch.tensor(shown, dtype=torch.int64, device="cpu"))) if shown else []
+            masks = (
+                ranks.varying_axes(ranks.gathered(torch.tensor(shown, dtype=torch.int64, device="cpu")))
+                if shown
+                else []
+            )
             differs = dict(enumerate(masks))
             for k, (_, x, allowed) in enumerate(results, first):
                 differs[k] = ranks.beyond_rounding(x, differs[k] & ~allowed)

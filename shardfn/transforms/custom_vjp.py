@@ -162,7 +162,7 @@ class _Backward(Function):
     def forward(run: _VjpCall, needs: Sequence[bool], is_present: list[bool], *tensors: Tensor) -> Tensors:
         cts, saved = _separated(is_present, tensors)
         gs = run.backward(saved, cts, needs)
-        return own(
+        return without_input_aliases(
             [torch.zeros_like(x) if g is None else g for g, x, need in zip(gs, saved, needs, strict=False) if need],
             tensors,
         )
@@ -179,12 +179,12 @@ class _Backward(Function):
         count = sum(ctx.given) + len(ctx.needs)  # without `made`, which is computed from the inputs
         indices = [i for i, x in enumerate(tensors[:count]) if x.is_floating_point() or x.is_complex()]
 
-        def again(*variables: Tensor) -> Tensors:
+        def composed_again(*variables: Tensor) -> Tensors:
             cts, inputs = _separated(ctx.given, with_leaves(tensors[:count], indices, variables))
             return tuple(g for g in run.composed(inputs, cts, ctx.needs) if g is not None)
 
         with run.scope():
-            pull = torch.func.vjp(again, *[tensors[i] for i in indices])[1]
+            pull = torch.func.vjp(composed_again, *[tensors[i] for i in indices])[1]
             gradients = dict(zip(indices, pull(tuple(cotangents)), strict=True))
         return (None, None, None, *(gradients.get(i) for i in range(len(tensors))))
 
@@ -193,7 +193,7 @@ for _function in (_Forward, _Backward):  # torch asks for the signature at every
     setattr(_function.forward, "__signature__", inspect.signature(_function.forward))  # noqa: B010
 
 
-def own(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensors:
+def without_input_aliases(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensors:
     """Outputs of a Function, with views of those that are inputs, which could not be saved for a second derivative."""
     ids = {id(x) for x in inputs}
     return tuple([g.view_as(g) if id(g) in ids else g for g in outputs])

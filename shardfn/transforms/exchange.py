@@ -51,17 +51,17 @@ class Exchange:
         if not axes:
             return axes
         kind = keys([f"{like_of(x)} {x.layout} {x.is_nested} {x.device.type}"])
-        unlike = any(self.along(self.gathered(torch.tensor(kind, device="cpu"))))
+        unlike = any(self.varying_axes(self.gathered(torch.tensor(kind, device="cpu"))))
         if unlike or x.is_nested or x.layout is not torch.strided:
             return axes  # tensors of different kinds cannot be compared; all ranks decide the same here
         if not (x.is_floating_point() or x.is_complex()) or not x.numel():
             return axes
         for k, name in enumerate(self.axes):
-            if axes >> k & 1 and not self._apart(x.detach(), axis_of(self.mesh, name).group):
+            if axes >> k & 1 and not self._differs_along(x.detach(), axis_of(self.mesh, name).group):
                 axes &= ~(1 << k)
         return axes
 
-    def _apart(self, x: Tensor, group: str) -> bool:
+    def _differs_along(self, x: Tensor, group: str) -> bool:
         """Whether tensors of one shape differ beyond rounding between the ranks of any group along an axis."""
         maxima = torch.zeros(2, dtype=torch.float64, device="cpu")  # the largest number, and the largest difference
         for chunk in pieces(x):
@@ -84,7 +84,7 @@ class Exchange:
         place = {rank: i for i, rank in enumerate(sorted(self.ranks))}
         return rows[[place[rank] for rank in self.ranks]]
 
-    def along(self, rows: Tensor) -> list[Mask]:
+    def varying_axes(self, rows: Tensor) -> list[Mask]:
         """For each column, a mask of the axes along which ranks have different numbers."""
         shape = tuple(sizes(self.mesh).values())
         grid = rows.view(*shape, rows.shape[1])
@@ -114,7 +114,7 @@ class Exchange:
                     masks[node] = masks.get(node, 0) | 1 << k
         return masks
 
-    def together(self, find: Callable[[], list[Finding]]) -> list[Finding]:
+    def all_findings(self, find: Callable[[], list[Finding]]) -> list[Finding]:
         """The findings of all ranks.
 
         Raises:

@@ -61,7 +61,7 @@ class Known:
             larger = self.parts.get(key, {}).items()
             self.parts[key] = {size: n for size, n in larger if size < elements or n > parts} | {elements: parts}
 
-    def among(self, ranks: Sequence[int]) -> list[Key]:
+    def known_on(self, ranks: Sequence[int]) -> list[Key]:
         """The entries of functions that run on these ranks, or on this rank alone."""
         return [key for key in self.parts if len(key[1]) == 1 or set(key[1]) <= set(ranks)]
 
@@ -75,7 +75,7 @@ def remembered(ranks: Sequence[int]) -> str:
     """The entries of these ranks as JSON, with positions in `ranks` in place of rank numbers."""
     known, places = known_here(), {rank: place for place, rank in enumerate(ranks)}
     entries = []
-    for key in known.among(ranks):
+    for key in known.known_on(ranks):
         name, members = key
         positions = [places[rank] for rank in members] if len(members) > 1 else []
         entries += [[name, positions, elements, parts] for elements, parts in known.parts[key].items()]
@@ -85,7 +85,7 @@ def remembered(ranks: Sequence[int]) -> str:
 def recall(text: str, ranks: Sequence[int]) -> None:
     """Replaces the entries of these ranks by those in the JSON of `remembered`, which may come from other ranks."""
     known = known_here()
-    for key in known.among(ranks):
+    for key in known.known_on(ranks):
         del known.parts[key]
     for name, places, *_, elements, parts in json.loads(text):
         if all(place < len(ranks) for place in places):
@@ -108,7 +108,7 @@ def fitted(run: Callable[[list[Any]], T], tree: Any, micro: Any, params: Any, de
         torch.OutOfMemoryError: a single row is too much on some rank.
         RuntimeError: out of memory where ranks cannot abandon an attempt; the batch or parameters were written into.
     """
-    axis, known = together(params), known_here()
+    axis, known = program_ranks(params), known_here()
     batch, error = None, None
     try:
         batch = batch_of(tree, micro)
@@ -117,7 +117,7 @@ def fitted(run: Callable[[list[Any]], T], tree: Any, micro: Any, params: Any, de
     key = ("\n".join([name, *described, f"micro={micro!r}", _weight(params)]), tuple(axis_ranks(axis)))
     rows, elements = 0, 0
     if micro == "auto" or axis.size == 1 or key not in known.compared:
-        rows, elements = _most(batch, error, [*described, f"micro={micro!r}"], axis)
+        rows, elements = _largest_batch(batch, error, [*described, f"micro={micro!r}"], axis)
         known.compared.add(key)
     if batch is None:
         assert error is not None, "it is there, or something is wrong with it"
@@ -133,7 +133,9 @@ def fitted(run: Callable[[list[Any]], T], tree: Any, micro: Any, params: Any, de
 
 
 @at_once()
-def _most(batch: Batch | None, error: Exception | None, described: Sequence[str], axis: Axis) -> tuple[int, int]:
+def _largest_batch(
+    batch: Batch | None, error: Exception | None, described: Sequence[str], axis: Axis
+) -> tuple[int, int]:
     """Rows and elements of the rank with the most; ranks may differ in these, but not in the number of parts.
 
     Raises:
@@ -211,7 +213,7 @@ def _tried(
             return outcome
         attempt.interrupt()
         emptied()
-        fared = attempt.meet(replace(outcome, changed=not unchanged()))
+        fared = attempt.wait_for_outcomes(replace(outcome, changed=not unchanged()))
         reasons = findings([f"rank {rank}: {f.told}" for rank, f in fared.items() if f.how == "off"], 4)
         failed = [f"rank {rank} failed: {f.told}" for rank, f in fared.items() if f.how == "failed"]
         if failed:
@@ -274,7 +276,7 @@ def _refuse_changed(fared: dict[int, Fared], description: str, name: str, parts:
 # --- who tries together ---
 
 
-def together(params: Any) -> Axis:
+def program_ranks(params: Any) -> Axis:
     """The ranks that run the same program: of the mesh in scope, else of the flat shards' mesh, else the world."""
     mesh = current_mesh() or next((mesh_of(flat.layout.grid, "the parameters") for flat in flat_shards(params)), None)
     if mesh is not None:

@@ -29,7 +29,7 @@ from shardfn.shards.parts import Parts, note_again, note_parts
 from shardfn.shards.replicated import checksum
 from shardfn.tracebacks import api_boundary
 from shardfn.transforms.autodiff import name_of
-from shardfn.transforms.checking import CheckedCall, asked, claim
+from shardfn.transforms.checking import CheckedCall, check_setting, claim
 
 Function = Callable[..., Any]
 F = TypeVar("F", bound=Function)
@@ -113,7 +113,7 @@ def shard_map(
             shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, inputs=inputs, check=check
         )
     function = f
-    when = asked() or ("first" if check else "off")
+    when = check_setting() or ("first" if check else "off")
     signatures: set[Any] = set()
     parts: Known = {}
     axes = None if mesh is None else known_axes(mesh)
@@ -185,7 +185,7 @@ def _check(
     """Runs a checked call: records it, and then compares the records of all ranks."""
     checked = CheckedCall(f, mesh, outer)
     with checked.recorder:
-        checked.take(entered.leaves, entered.pieces)
+        checked.record_arguments(entered.leaves, entered.pieces)
         result = f(*entered.args, **entered.kwargs)
         checked.finish(_leave(f, result, out_specs, mesh, signatures, True, parts))
     return result

@@ -172,21 +172,21 @@ class Step:
         """Whether the running backward pass is the step's own, not one started for something else."""
         return self.live and self.pass_ == autograd.backward_pass()
 
-    def meet(self, schedule: Member) -> None:
+    def add_schedule(self, schedule: Member) -> None:
         """Registers a schedule, which is told when the step ends."""
         if schedule not in self.schedules:
             self.schedules.append(schedule)
 
     def join(self, schedule: Member, tape: Any) -> None:
         """Registers a tape, whose calls take part in the step."""
-        self.meet(schedule)
+        self.add_schedule(schedule)
         self.tapes.append((schedule, tape))
 
     def finish(self) -> dict[int, Tensor]:
         """Waits for the gradients that stages passed to the step; returns them by the id of their variable."""
         for schedule in self.schedules:
             schedule.reductions.drain()
-            schedule.reductions.settle(self)
+            schedule.reductions.finish_step(self)
         return {key: total.out for key, total in self.sums.items() if total.out is not None}
 
     def sum_of(self, variable: Tensor, reduction: Any, reductions: Collector) -> GradientSum:
@@ -212,7 +212,7 @@ class Collector(Protocol):
     def drain(self) -> None:
         """Waits until every gradient has arrived."""
 
-    def settle(self, step: Step) -> None:
+    def finish_step(self, step: Step) -> None:
         """Runs the reductions that the step has deferred."""
 
 

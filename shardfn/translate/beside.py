@@ -11,8 +11,8 @@ from typing import Any
 from shardfn.translate.accelerate import BACKEND, MODE
 from shardfn.translate.draft import TranslationBuilder
 from shardfn.translate.fsdp import OPTIMIZERS, optimizer
-from shardfn.translate.schema import Section, Table, always, each, meant, missing, sets, yours
-from shardfn.translate.values import SourceCall, SourceExpression, dtype, on, shown
+from shardfn.translate.schema import Section, Table, always, meant, missing, same_for, sets, yours
+from shardfn.translate.values import SourceCall, SourceExpression, as_switch, dtype, shown
 
 _ADAPTERS = missing("lora.init(model, ...): docs/how-to/train-adapters.md")
 _QUANTIZED = missing("quant.quantize(model.tree, quant.nf4(), ...): docs/how-to/train-adapters-on-four-bits.md")
@@ -26,7 +26,7 @@ def _autocast(draft: TranslationBuilder, key: str, call: SourceCall) -> None:
     where, enabled = arguments.get("device_type"), arguments.get("enabled", True)
     if isinstance(enabled, SourceExpression) or (where is None and "argument 1" in arguments):
         draft.open(f"{key}.enabled", enabled, "torch.autocast around the model")
-    elif not on(f"{key}.enabled", enabled):
+    elif not as_switch(f"{key}.enabled", enabled):
         draft.row(key, call, "always", "no autocast unless it is said")
     elif isinstance(arguments.get("dtype"), SourceExpression):
         draft.open(f"{key}.dtype", arguments["dtype"], "torch.autocast around the model")
@@ -40,8 +40,8 @@ _COMPILE: Table = {
     "model": always("each stage"),
     "backend": BACKEND,
     "mode": MODE,
-    "fullgraph": sets("compile= of functional", compile_fullgraph=on),
-    "dynamic": sets("compile= of functional", compile_dynamic=lambda key, x: None if x is None else on(key, x)),
+    "fullgraph": sets("compile= of functional", compile_fullgraph=as_switch),
+    "dynamic": sets("compile= of functional", compile_dynamic=lambda key, x: None if x is None else as_switch(key, x)),
     "options": missing("compile= of functional takes a dict of torch.compile's arguments", "None"),
     "disable": missing("leave compile= out", "False"),
 }
@@ -73,11 +73,12 @@ TABLE: Table = {
     "convert_sync_batchnorm": sets("sync_batch_norm= of functional", sync_batch_norm=True),
     "gradient_checkpointing_enable": sets("remat=True", remat="True"),
     "torch.distributed.fsdp.wrap.wrap": yours("a stage: stages= of functional says which; no number changes"),
-    **each("seed_everything set_seed", _SEED),
-    **each("BitsAndBytesConfig prepare_model_for_kbit_training", _QUANTIZED),
-    **each("GPTQConfig AwqConfig HqqConfig QuantoConfig TorchAoConfig FineGrainedFP8Config EetqConfig", _FOREIGN),
-    **each("LoraConfig get_peft_model", _ADAPTERS),
-    **each("PromptTuningConfig PrefixTuningConfig IA3Config LoHaConfig LoKrConfig AdaLoraConfig PromptEncoderConfig",
+    **same_for("seed_everything set_seed", _SEED),
+    **same_for("BitsAndBytesConfig prepare_model_for_kbit_training", _QUANTIZED),
+    **same_for("GPTQConfig AwqConfig HqqConfig QuantoConfig TorchAoConfig FineGrainedFP8Config EetqConfig", _FOREIGN),
+    **same_for("LoraConfig get_peft_model", _ADAPTERS),
+    **same_for("PromptTuningConfig PrefixTuningConfig IA3Config LoHaConfig LoKrConfig AdaLoraConfig "
+               "PromptEncoderConfig",
            missing("adapters are low-rank: a module that peft has changed is taken as it is")),
     "param_groups": missing("lr=, weight_decay= and the like of the optimizer take a function of the step"),
     "AveragedModel": missing("so.ema(optimizer, ...): docs/how-to/evaluate-averaged-parameters.md"),

@@ -8,8 +8,8 @@ from typing import Any
 from shardfn.translate import fsdp, optimizers, precision
 from shardfn.translate.draft import TranslationBuilder, UndefinedName
 from shardfn.translate.optimizers import OptimizerCounterpart, steps_of
-from shardfn.translate.schema import By, Section, Table, always, each, flag, meant, missing, sets, unsaid, yours
-from shardfn.translate.values import TranslateError, dtype, natural, number, whole, whole_or_all, word
+from shardfn.translate.schema import By, Section, Table, always, flag, meant, missing, same_for, sets, unsaid, yours
+from shardfn.translate.values import TranslateError, as_count, dtype, natural, number, upper_word, whole_or_all
 
 _LOOP = yours("sf.run.loop is a function; what it is given is yours: docs/how-to/run-a-loop.md")
 _DATA = yours("the data, the model and the tokenizer are yours")
@@ -17,7 +17,7 @@ _DATA = yours("the data, the model and the tokenizer are yours")
 
 def _mixed(draft: TranslationBuilder, key: str, value: Any) -> None:
     """Reads DEFAULT or PURE, which use the dtype of the trainer's precision."""
-    trainer_dtype, pure = draft.get("low"), word(value) == "PURE"
+    trainer_dtype, pure = draft.get("low"), upper_word(value) == "PURE"
     if trainer_dtype == "torch.float32":
         draft.row(key, value, "always", "precision is float32: so is all")
         return
@@ -32,7 +32,7 @@ def _mixed(draft: TranslationBuilder, key: str, value: Any) -> None:
 
 
 _MIXED = By(
-    {**each("DEFAULT PURE", _mixed), "FULL": always("all in the dtype of the parameters")},
+    {**same_for("DEFAULT PURE", _mixed), "FULL": always("all in the dtype of the parameters")},
     precision.POLICIES.otherwise,
     said="DEFAULT, PURE or FULL",
 )
@@ -46,8 +46,8 @@ FSDP: Table = {
     "activation_checkpointing_reentrant": always("there is one implementation"),
     "activation_cpu_offload": fsdp.REMAT_AWAY,
     "auto_wrap": flag(always("stages are the layers"), fsdp.ONE_UNIT),
-    "backward_prefetch_limit": sets("prefetch= of functional, forward too", prefetch=whole),
-    "forward_prefetch_limit": sets("prefetch= of functional, backward too", prefetch=whole),
+    "backward_prefetch_limit": sets("prefetch= of functional, forward too", prefetch=as_count),
+    "forward_prefetch_limit": sets("prefetch= of functional, backward too", prefetch=as_count),
     "cpu_offload": fsdp.OFFLOAD,
     "flatten_parameters": always("a stage's shards are one flat buffer, with the original names and shapes"),
     "load_monolith_rank0_only": yours("interop.load(folder, model, mesh, strategy, source=0)"),
@@ -60,7 +60,7 @@ FSDP: Table = {
     "device_mesh": fsdp.MESH,
     "te_checkpoint_wrapper": missing("remat=True recomputes stages of any code", "False"),
     "te_shard_fp8_weight": missing("quant.quantize, of frozen parameters; products are of 16 bits or more", "False"),
-    "min_params": sets("min_num_params= of functional", min_num_params=whole),
+    "min_params": sets("min_num_params= of functional", min_num_params=as_count),
     "verbose": yours("what is printed"),
 }
 _IN_BOTH = (
@@ -70,7 +70,7 @@ _IN_BOTH = (
 FSDP2: Table = {**{name: FSDP[name] for name in _IN_BOTH.split()}, "reshard_after_forward": fsdp.RESHARD}
 TP: Table = {
     "device_mesh": fsdp.MESH,
-    "tensor_parallel_degree": sets("the axis tensor of make_mesh, and tensor= of functional", tensor=whole),
+    "tensor_parallel_degree": sets("the axis tensor of make_mesh, and tensor= of functional", tensor=as_count),
     "layer_plan": missing('tensor="auto", or a table of ends of paths, of functional', "None", "{}"),
 }
 
@@ -80,8 +80,10 @@ def _of_one_number(draft: TranslationBuilder, prefix: str, settings: dict[str, A
     if settings.get("activation_checkpointing") and settings.get("activation_cpu_offload"):
         remat = settings.pop("activation_checkpointing")
         draft.row(f"{prefix}activation_checkpointing", remat, "becomes", "remat=, as activation_cpu_offload says")
-    forward = word(settings.get("forward_prefetch", False)) == "TRUE" and "backward_prefetch_limit" not in settings
-    backward = word(settings.get("backward_prefetch", "BACKWARD_POST")) != "NONE"
+    forward = (
+        upper_word(settings.get("forward_prefetch", False)) == "TRUE" and "backward_prefetch_limit" not in settings
+    )
+    backward = upper_word(settings.get("backward_prefetch", "BACKWARD_POST")) != "NONE"
     for name, counts in (("forward_prefetch_limit", forward), ("backward_prefetch_limit", backward)):
         if name in settings and not counts:
             draft.row(f"{prefix}{name}", settings.pop(name), "always", "prefetch= is one number for both directions")
@@ -104,14 +106,14 @@ def _one_of_two(draft: TranslationBuilder, prefix: str, settings: dict[str, Any]
 
 
 def _low(draft: TranslationBuilder, key: str, value: Any) -> None:
-    text = precision.of_autocast(draft, str(dtype(key, word(value).lower())), key)
+    text = precision.of_autocast(draft, str(dtype(key, upper_word(value).lower())), key)
     draft.row(key, value, "becomes", f"{text}, and the dtype of mixed_precision")
 
 
 _PRECISION = By(
     {
         "fp32": always("the default: all in float32"),
-        **each("amp_fp16 amp_bf16", _low),
+        **same_for("amp_fp16 amp_bf16", _low),
         "amp_fp8": missing("products are of 16 bits or more"),
     }
 )
@@ -169,10 +171,10 @@ CONFIG: Table = {
     "tp_config": Section(TP, "Composer"),
     "precision": _PRECISION,
     "device_train_microbatch_size": By(
-        {"auto": unsaid(_FITS)}, sets("rows of a micro-batch on one rank", micro_batch=whole)
+        {"auto": unsaid(_FITS)}, sets("rows of a micro-batch on one rank", micro_batch=as_count)
     ),
     "accumulate_train_batch_on_tokens": flag(missing(_EACH_ONCE), always("micro-batches weigh by their rows")),
-    "global_train_batch_size": sets("rows of a step, on all ranks", train_batch=whole),
+    "global_train_batch_size": sets("rows of a step, on all ranks", train_batch=as_count),
     "algorithms": _algorithms,
     "optimizer": _optimizer,
     "scheduler": _scheduler,
@@ -188,27 +190,29 @@ CONFIG: Table = {
     "scale_schedule_ratio": missing("the steps of the schedule", "1.0", "1"),
     "step_schedulers_every_batch": yours("the schedule is of the step"),
     "load_path": yours("checkpoint.load"),
-    **each(
+    **same_for(
         "load_object_store load_weights_only load_strict_model_weights load_progress_bar load_ignore_keys"
         " load_exclude_algorithms autoresume",
         yours("resume= of sf.run.loop, or checkpoint.load(path, like, ignore=[...], strict=...)"),
     ),
-    **each(
+    **same_for(
         "save_folder save_filename save_latest_filename save_overwrite save_interval save_weights_only"
         " save_ignore_keys save_metrics",
         yours("save=, every= and keep= of sf.run.loop, or checkpoint.save"),
     ),
-    **each("model train_dataloader train_dataloader_label train_loader eval_loader eval_dataloader tokenizer", _DATA),
-    **each("max_seq_len tokenizer_name data_local data_remote global_seed dataset_name variables icl_tasks", _DATA),
-    **each("train_subset_num_batches eval_subset_num_batches spin_dataloaders eval_first", _DATA),
-    **each("device_eval_batch_size dataloader_timeout", _DATA),
+    **same_for(
+        "model train_dataloader train_dataloader_label train_loader eval_loader eval_dataloader tokenizer", _DATA
+    ),
+    **same_for("max_seq_len tokenizer_name data_local data_remote global_seed dataset_name variables icl_tasks", _DATA),
+    **same_for("train_subset_num_batches eval_subset_num_batches spin_dataloaders eval_first", _DATA),
+    **same_for("device_eval_batch_size dataloader_timeout", _DATA),
     "optimizers": missing("of Python's: so.adamw and others", "None"),
     "eval_interval": yours("evaluate=(function, steps) of sf.run.loop"),
     "callbacks": yours("functions: report= and evaluate= of sf.run.loop"),
     "loggers": yours("report= of sf.run.loop: sf.run.jsonl, sf.run.tensorboard, a function"),
     "progress_bar": yours("report= of sf.run.loop: sf.run.progress() is what it does by itself"),
     "schedulers": missing("of Python's: so.warmup_cosine and others", "None"),
-    **each(
+    **same_for(
         "algorithm_passes run_name log_to_console console_stream console_log_interval log_traces auto_log_hparams"
         " profiler python_log_level log_config eval_gauntlet",
         _LOOP,
@@ -220,7 +224,7 @@ def _one_strategy(draft: TranslationBuilder, prefix: str, settings: dict[str, An
     if settings.get("parallelism_config") and settings.get("fsdp_config"):
         raise TranslateError("parallelism_config and fsdp_config: two strategies in one file; leave one of them")
     draft.put("total", steps_of(settings.get("max_duration")))
-    mode = word(settings.get("precision", "")).lower()
+    mode = upper_word(settings.get("precision", "")).lower()
     draft.put("low", dtype("precision", mode) if mode in ("fp32", "amp_fp16", "amp_bf16") else None)
 
 

@@ -9,24 +9,24 @@ from typing import Any
 from shardfn.translate import optimizers, precision
 from shardfn.translate.draft import TranslationBuilder
 from shardfn.translate.optimizers import OptimizerCounterpart
-from shardfn.translate.schema import By, Section, Table, always, each, flag, meant, missing, read, sets, yours
+from shardfn.translate.schema import By, Section, Table, always, flag, meant, missing, read, same_for, sets, yours
 from shardfn.translate.values import (
     TranslateError,
+    as_count,
+    as_switch,
     natural,
     number,
-    on,
     path,
     positive,
-    whole,
+    upper_word,
     whole_or_all,
-    word,
     words,
 )
 
 STAGES = ("ddp", "zero1", "zero2", "full_shard")
 STAGE = By({str(i): sets(f"the strategy sf.{cut}", cut=cut) for i, cut in enumerate(STAGES)})
 _MANY = "as many micro-batches in sf.accumulate, and the loss divided by them"
-ACCUMULATE = sets(_MANY, name="micro_batches", about="micro-batches of a step", accumulate=whole)
+ACCUMULATE = sets(_MANY, name="micro_batches", about="micro-batches of a step", accumulate=as_count)
 CLIP = sets("so.clip_by_global_norm", off="nothing is clipped", name="max_grad_norm", clip=positive)
 SCRATCH = sets("scratch= of make_mesh", scratch=path)
 OBSERVES = yours("it only looks on: what is printed or logged is yours")
@@ -43,7 +43,7 @@ def device(*kinds: str) -> By:
     choices = {"none": always("the device")}
     for name, tier in (("cpu", "host"), ("nvme", "disk")):
         tiers = ", ".join(f'{kind}="{tier}"' for kind in kinds)
-        choices[name] = sets(f".on({tiers}) of the strategy", **dict.fromkeys(kinds, tier))
+        choices[name] = sets(f".with_tiers({tiers}) of the strategy", **dict.fromkeys(kinds, tier))
     return By(choices)
 
 
@@ -55,13 +55,13 @@ _TIERS: Table = {
     "ratio": missing("a strategy that is a function of path and shape says which parameters", "1.0", "1"),
     "super_offload": missing("a step reads and writes a stretch ahead", "False"),
     "cpuadam_cores_perc": always("of no effect without super_offload"),
-    **each("buffer_count buffer_size max_in_cpu pipeline pipeline_read pipeline_write", _TIER),
+    **same_for("buffer_count buffer_size max_in_cpu pipeline pipeline_read pipeline_write", _TIER),
 }
 
 
 def _offload(where: By) -> Section:
     def before(draft: TranslationBuilder, prefix: str, settings: dict[str, Any]) -> None:
-        if "nvme_path" in settings and word(settings.get("device", "none")) != "NVME":
+        if "nvme_path" in settings and upper_word(settings.get("device", "none")) != "NVME":
             draft.row(f"{prefix}nvme_path", settings.pop("nvme_path"), "always", "of no effect without nvme")
 
     return Section({"device": where, **_TIERS}, "DeepSpeed", before=before)
@@ -82,7 +82,7 @@ _PERSISTENT: Table = {
 }
 _LEAVES: Table = {
     "classes": sets("stages={...} of functional: the outermost match is one stage", stages=words),
-    **each("names name_suffixes", missing("stages=: regular expressions of whole paths", "[]")),
+    **same_for("names name_suffixes", missing("stages=: regular expressions of whole paths", "[]")),
 }
 _GROUPS = "sf.hybrid_shard over groups of {value} ranks"
 ZERO: Table = {
@@ -90,7 +90,7 @@ ZERO: Table = {
     "offload_optimizer": _offload(STATE),
     "offload_param": _offload(PARAMS),
     "cpu_offload": flag(STATE.choices["cpu"], always("the device")),
-    **each("cpu_offload_param cpu_offload_params", flag(PARAMS.choices["cpu"], always("the device"))),
+    **same_for("cpu_offload_param cpu_offload_params", flag(PARAMS.choices["cpu"], always("the device"))),
     "cpu_offload_use_pin_memory": _PINNED,
     "overlap_comm": always("gathers run ahead and reductions behind, while stages compute"),
     "contiguous_gradients": always("a stage's gradients are one flat buffer"),
@@ -107,8 +107,8 @@ ZERO: Table = {
     "override_module_apply": always("nothing is overridden"),
     "log_trace_cache_warnings": OBSERVES,
     "enable_sanity_checks": yours("SHARDFN_DEBUG=memory"),
-    "save_muon_momentum_buffer_in_memory": missing("the tier of all state is one: .on(state=...)", "False"),
-    **each("reduce_bucket_size allgather_bucket_size allgather_partitions sub_group_size", _BUFFER),
+    "save_muon_momentum_buffer_in_memory": missing("the tier of all state is one: .with_tiers(state=...)", "False"),
+    **same_for("reduce_bucket_size allgather_bucket_size allgather_partitions sub_group_size", _BUFFER),
     "use_multi_rank_bucket_allreduce": _BUFFER,
     **_PERSISTENT,
     **{f"stage3_{name}": meaning for name, meaning in _PERSISTENT.items()},
@@ -117,7 +117,7 @@ ZERO: Table = {
     "zero_hpz_partition_size": sets(
         "sf.hpz: backward gathers over {value} ranks, from a copy",
         off="no copy, as without it",
-        hpz=lambda key, value: whole(key, value, 0) if number(key, value) > 1 else None,
+        hpz=lambda key, value: as_count(key, value, 0) if number(key, value) > 1 else None,
     ),
     "zero_quantized_weights": flag(sets("gather=quant.int8() of the stages", gather="quant.int8()"), always("full")),
     "zero_quantized_gradients": flag(sets("reduce=quant.int4() of the stages", reduce="quant.int4()"), always("full")),
@@ -138,7 +138,7 @@ def _within_stages(draft: TranslationBuilder, prefix: str, settings: dict[str, A
     for fact in ("gather", "uncut"):
         if fact in draft.facts and not stage_3:
             for i, row in enumerate(draft.rows):
-                if row.key in draft.of(fact):
+                if row.key in draft.keys_for_facts(fact):
                     draft.rows[i] = replace(row, status="always", text="of no effect before stage 3")
             draft.facts.pop(fact)
     if draft.get("hpz") and draft.get("mics"):
@@ -178,12 +178,12 @@ def _optimizer(draft: TranslationBuilder, key: str, value: Any) -> None:
     if kind is None:
         optimizers.unread(draft, f"{key}.type", name, where, settings)
         return
-    if name.lower() == "adam" and on(f"{where}adam_w_mode", settings.get("adam_w_mode", True)):
+    if name.lower() == "adam" and as_switch(f"{where}adam_w_mode", settings.get("adam_w_mode", True)):
         kind = OPTIMIZERS["adamw"]
         draft.row(f"{key}.type", name, "becomes", "so.adamw: adam_w_mode is on unless it is said")
     else:
         draft.row(f"{key}.type", name, "becomes", kind.text)
-    if on(f"{where}torch_adam", settings.get("torch_adam", False)) and kind.ours == "adamw":
+    if as_switch(f"{where}torch_adam", settings.get("torch_adam", False)) and kind.ours == "adamw":
         kind = OptimizerCounterpart("adamw", {**kind.defaults, "weight_decay": 0.01})
     draft.say("optimizer", kind.ours, f"{key}.type")
     optimizers.arguments(draft, f"{key}.params", settings, kind)
@@ -214,7 +214,7 @@ _CHECKPOINT: Table = {
 _AXIS = "the axis tensor of make_mesh, and tensor= of functional"
 _TENSOR: Table = {
     "autotp_size": sets(_AXIS, tensor=lambda key, value: natural(key, value) or None),
-    "tp_size": sets(_AXIS, tensor=whole),
+    "tp_size": sets(_AXIS, tensor=as_count),
     "tp_overlap_comm": missing("see docs/how-to/tensor-parallel.md", "False"),
     "dtype": missing("gather_dtype= of the stages"),
     "partition_config": missing("tensor=: a table of ends of paths", "None"),
@@ -225,11 +225,13 @@ _SUM = sets("sf.psum in place of sf.pmean", mean=False)
 _DATA, _BEFORE = missing("the data are yours", "{}", _OFF), "the loss is divided before the sum: the same mean"
 CONFIG: Table = {
     "zero_optimization": _zero,
-    "train_batch_size": sets(_BATCH, name="train_batch_size", about="rows of a step, on all ranks", train_batch=whole),
-    "train_micro_batch_size_per_gpu": sets(_BATCH, name="micro_batch_size", about=_ROWS, micro_batch=whole),
+    "train_batch_size": sets(
+        _BATCH, name="train_batch_size", about="rows of a step, on all ranks", train_batch=as_count
+    ),
+    "train_micro_batch_size_per_gpu": sets(_BATCH, name="micro_batch_size", about=_ROWS, micro_batch=as_count),
     "gradient_accumulation_steps": ACCUMULATE,
     "gradient_clipping": CLIP,
-    **each("bf16 bfloat16", precision.bits("torch.bfloat16")),
+    **same_for("bf16 bfloat16", precision.bits("torch.bfloat16")),
     "fp16": precision.bits("torch.float16"),
     "torch_autocast": precision.AUTOCAST,
     "amp": missing("bf16 or fp16", "None", "{}", _OFF),
@@ -247,7 +249,7 @@ CONFIG: Table = {
     "zero_allow_untested_optimizer": always("so.from_torch tries out whether one works on a shard"),
     "zero_force_ds_cpu_optimizer": always("one optimizer on each tier"),
     "activation_checkpointing": Section(CHECKPOINTING),
-    "aio": Section(each(_AIO, always("four threads, which each ask for 4 MiB"))),
+    "aio": Section(same_for(_AIO, always("four threads, which each ask for 4 MiB"))),
     "checkpoint": Section(_CHECKPOINT),
     "compile": missing("compile= of functional", "None", "{}", "{'DEEPCOMPILE': FALSE}"),
     "tensor_parallel": Section(_TENSOR),
@@ -264,7 +266,7 @@ CONFIG: Table = {
     "progressive_layer_drop": missing("the model is yours", "{}", _OFF),
     "eigenvalue": missing("the model is trained as it is", "{}", _OFF),
     "sparse_attention": missing("the model is yours", "{}"),
-    **each("compression_training quantize_training weight_quantization", _AS_IT_IS),
+    **same_for("compression_training quantize_training weight_quantization", _AS_IT_IS),
     "nebula": missing("checkpoint.save_async", "{}", _OFF),
     "dataloader_drop_last": yours('last="drop" of sf.run.batches'),
     "data_parallel_group": missing("the mesh's axes are the groups", "None"),
@@ -272,8 +274,8 @@ CONFIG: Table = {
     "managed_gradient_accumulation": always("sf.accumulate is one call"),
     "graph_harvesting": missing("torch.compile around a stage", "False"),
     "use_fused_adam": always("torch's fused kernels where there are any"),
-    **each("timers steps_per_print wall_clock_breakdown memory_breakdown dump_state flops_profiler", OBSERVES),
-    **each("tensorboard wandb comet csv_monitor comms_logger monitor_config log_level swap_debug_config", OBSERVES),
+    **same_for("timers steps_per_print wall_clock_breakdown memory_breakdown dump_state flops_profiler", OBSERVES),
+    **same_for("tensorboard wandb comet csv_monitor comms_logger monitor_config log_level swap_debug_config", OBSERVES),
 }
 
 

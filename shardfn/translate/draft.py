@@ -78,7 +78,7 @@ class TranslationBuilder:
             TranslateError: it contradicts what another key said.
         """
         if fact in self.facts and self.facts[fact] != value:
-            earlier = ", ".join(self.of(fact)) or "the default"
+            earlier = ", ".join(self.keys_for_facts(fact)) or "the default"
             raise TranslateError(
                 f"{listed(keys)} and {earlier} contradict each other: {shown(value)} and {shown(self.facts[fact])}"
             )
@@ -87,7 +87,7 @@ class TranslationBuilder:
     def put(self, fact: str, value: Any, *keys: str) -> None:
         """Sets a fact, whatever it was before; its earlier keys stay as well."""
         self.facts[fact] = value
-        self.keys[fact] = tuple(dict.fromkeys((*self.of(fact), *keys)))
+        self.keys[fact] = tuple(dict.fromkeys((*self.keys_for_facts(fact), *keys)))
 
     def row(self, key: str, value: Any, status: Status, text: str) -> None:
         """Adds a row."""
@@ -121,12 +121,12 @@ class TranslationBuilder:
         """The value of a fact, or the default."""
         return self.facts.get(fact, default)
 
-    def of(self, *facts: str) -> tuple[str, ...]:
+    def keys_for_facts(self, *facts: str) -> tuple[str, ...]:
         """The keys that said any of these facts."""
         return tuple(dict.fromkeys(key for fact in facts for key in self.keys.get(fact, ())))
 
 
-def settle(draft: TranslationBuilder) -> None:
+def derive_facts(draft: TranslationBuilder) -> None:
     """Derives the facts that follow from others.
 
     Raises:
@@ -134,27 +134,31 @@ def settle(draft: TranslationBuilder) -> None:
     """
     draft.facts.setdefault("cut", "ddp")
     if draft.get("hpz"):
-        draft.put("cut", "hpz", *draft.of("hpz"))
-        draft.put("shard", draft.get("hpz"), *draft.of("hpz"))
+        draft.put("cut", "hpz", *draft.keys_for_facts("hpz"))
+        draft.put("shard", draft.get("hpz"), *draft.keys_for_facts("hpz"))
     if draft.get("mics"):
-        draft.put("cut", "mics" if draft.get("hierarchical") else "hybrid_shard", *draft.of("mics", "hierarchical"))
-        draft.put("shard", draft.get("mics"), *draft.of("mics"))
+        draft.put(
+            "cut",
+            "mics" if draft.get("hierarchical") else "hybrid_shard",
+            *draft.keys_for_facts("mics", "hierarchical"),
+        )
+        draft.put("shard", draft.get("mics"), *draft.keys_for_facts("mics"))
     replicas, shards = draft.get("dp_replicate") or 1, draft.get("dp_shard") or 1
     if replicas > 1 or draft.get("hybrid"):
-        draft.put("cut", _REPLICATED.get(draft.get("cut"), draft.get("cut")), *draft.of("dp_replicate"))
+        draft.put("cut", _REPLICATED.get(draft.get("cut"), draft.get("cut")), *draft.keys_for_facts("dp_replicate"))
     for fact, size, source in (("replica", replicas, "dp_replicate"), ("shard", shards, "dp_shard")):
         if size > 1:
-            draft.say(fact, size, *draft.of(source))
+            draft.say(fact, size, *draft.keys_for_facts(source))
     ranks, machines = draft.get("ranks"), draft.get("machines", 1)
-    if draft.get("cut").startswith("hybrid") and "replica" not in draft.facts and draft.of("ranks"):
+    if draft.get("cut").startswith("hybrid") and "replica" not in draft.facts and draft.keys_for_facts("ranks"):
         if ranks % machines:
             raise TranslateError(f"num_processes: {ranks} does not divide by num_machines: {machines}")
-        draft.say("replica", machines, *draft.of("machines"))
+        draft.say("replica", machines, *draft.keys_for_facts("machines"))
     product = replicas * shards * draft.get("tensor", 1)
-    if ranks and draft.of("dp_replicate", "dp_shard") and product != ranks:
+    if ranks and draft.keys_for_facts("dp_replicate", "dp_shard") and product != ranks:
         raise TranslateError(f"parallelism_config: its sizes make {product} ranks, and num_processes is {ranks}")
     if draft.get("by_value") and "clip" in draft.facts:
-        draft.say("clip_value", draft.facts.pop("clip"), *draft.of("clip", "by_value"))
+        draft.say("clip_value", draft.facts.pop("clip"), *draft.keys_for_facts("clip", "by_value"))
     if {"fixed", "scale", "every"} & set(draft.facts):
         draft.facts.setdefault("scaled", True)
     _batches(draft)

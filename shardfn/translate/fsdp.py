@@ -9,8 +9,17 @@ from typing import Any
 from shardfn.translate import precision
 from shardfn.translate.draft import TranslationBuilder
 from shardfn.translate.optimizers import OptimizerCounterpart, arguments
-from shardfn.translate.schema import By, Section, Table, always, each, flag, meant, missing, read, sets, yours
-from shardfn.translate.values import SourceCall, SourceExpression, TranslateError, natural, number, shown, whole, words
+from shardfn.translate.schema import By, Section, Table, always, flag, meant, missing, read, same_for, sets, yours
+from shardfn.translate.values import (
+    SourceCall,
+    SourceExpression,
+    TranslateError,
+    as_count,
+    natural,
+    number,
+    shown,
+    words,
+)
 
 CUTS = {
     "FULL_SHARD": "full_shard",
@@ -28,10 +37,10 @@ PREFETCH = By(
     {
         "BACKWARD_PRE": sets("prefetch=1, which is the default", prefetch=1),
         "BACKWARD_POST": always("gathers run one stage ahead, earlier than there; no number changes"),
-        **each("NONE NO_PREFETCH", sets("prefetch=0, forward and backward", prefetch=0)),
+        **same_for("NONE NO_PREFETCH", sets("prefetch=0, forward and backward", prefetch=0)),
     }
 )
-AWAY = sets('.on(params="host", grads="host", state="host")', params="host", grads="host", state="host")
+AWAY = sets('.with_tiers(params="host", grads="host", state="host")', params="host", grads="host", state="host")
 STAY = always("nothing leaves the device unless it is said")
 REMAT = flag(sets("remat=True", remat="True"), always("the default"))
 REMAT_AWAY = flag(sets('remat="offload"', remat='"offload"'), always("the default"))
@@ -39,8 +48,8 @@ CLASSES = sets("stages={...} of functional", stages=words)
 SIZE = sets("min_num_params= of functional", min_num_params=lambda key, value: natural(key, value) or None)
 ONE_UNIT = sets("one stage, which is gathered as a whole", one_unit=True)
 STATES = By(
-    each("FULL_STATE_DICT FULL", sets("checkpoint.export of whole parameters", save="full"))
-    | each("SHARDED_STATE_DICT SHARDED", sets("save= of sf.run.loop: each rank its own", save="sharded"))
+    same_for("FULL_STATE_DICT FULL", sets("checkpoint.export of whole parameters", save="full"))
+    | same_for("SHARDED_STATE_DICT SHARDED", sets("save= of sf.run.loop: each rank its own", save="sharded"))
     | {"LOCAL_STATE_DICT": missing("every checkpoint has whole names and shapes")}
 )
 _IGNORED = missing(
@@ -65,7 +74,7 @@ OFFLOAD = By(
         "CPUOffload()": Section({"offload_params": flag(AWAY, STAY)}),
         "CPUOffloadPolicy()": Section({"pin_memory": _PINNED}, itself=AWAY),
     },
-    said="true or false; .on(...) of the strategy",
+    said="true or false; .with_tiers(...) of the strategy",
 )
 
 
@@ -77,10 +86,12 @@ def _classes(key: str, value: Any) -> tuple[str, ...]:
 
 _FUNCTION = "a function: pass one of (path, module) as stages= of functional"
 _BOUND: Table = {
-    "func": By(each("transformer_auto_wrap_policy size_based_auto_wrap_policy", always("see below")), said=_FUNCTION),
+    "func": By(
+        same_for("transformer_auto_wrap_policy size_based_auto_wrap_policy", always("see below")), said=_FUNCTION
+    ),
     "transformer_layer_cls": CLASSES,
     "min_num_params": SIZE,
-    **each("force_leaf_modules exclude_wrap_modules", missing("stages= says what is gathered as a whole", "None")),
+    **same_for("force_leaf_modules exclude_wrap_modules", missing("stages= says what is gathered as a whole", "None")),
 }
 WRAP = By(
     {
@@ -93,8 +104,8 @@ WRAP = By(
     said=_FUNCTION,
 )
 RESHARD = By(
-    {**each("true none", STRATEGY.choices["FULL_SHARD"]), "false": STRATEGY.choices["SHARD_GRAD_OP"]},
-    sets("sf.hpz: backward gathers over {value} ranks, from a copy", hpz=lambda key, value: whole(key, value, 2)),
+    {**same_for("true none", STRATEGY.choices["FULL_SHARD"]), "false": STRATEGY.choices["SHARD_GRAD_OP"]},
+    sets("sf.hpz: backward gathers over {value} ranks, from a copy", hpz=lambda key, value: as_count(key, value, 2)),
     said="true for sf.full_shard, or false for sf.shard_grad_op",
 )
 
@@ -109,7 +120,7 @@ def _sizes(draft: TranslationBuilder, key: str, value: Any) -> None:
         if size not in (None, -1) and not isinstance(
             size, (SourceExpression, SourceCall)
         ):  # one that is not said is the rest
-            draft.say(fact, whole(key, size), key)
+            draft.say(fact, as_count(key, size), key)
     draft.say("hybrid", len(value) == 2, key)
     draft.row(key, value, "becomes", "the sizes of make_mesh's axes")
 
@@ -146,21 +157,22 @@ FSDP2: Table = {
 _PLAIN = missing("buffers are whole on every rank, and not broadcast", "False", "None")
 DDP: Table = {
     "module": yours("what functional takes"),
-    **each("device_ids output_device dim", yours("each process uses the device of LOCAL_RANK")),
-    **each("broadcast_buffers forward_sync_buffers", _PLAIN),
+    **same_for("device_ids output_device dim", yours("each process uses the device of LOCAL_RANK")),
+    **same_for("broadcast_buffers forward_sync_buffers", _PLAIN),
     "init_sync": always("nothing is broadcast: sf.shard compares what ranks pass, and raises if it differs"),
     "process_group": missing("write the mesh: its axes are the groups", "None"),
-    **each("find_unused_parameters skip_all_reduce_unused_params",
+    **same_for("find_unused_parameters skip_all_reduce_unused_params",
            always("a parameter that the loss does not use has a gradient of zeros")),
-    **each("bucket_cap_mb bucket_cap_mb_list gradient_as_bucket_view batched_grad_copy check_reduction static_graph",
+    **same_for("bucket_cap_mb bucket_cap_mb_list gradient_as_bucket_view batched_grad_copy check_reduction "
+               "static_graph",
            always("a stage's gradients of one dtype are one buffer")),
-    **each("delay_all_reduce_named_params param_to_hook_all_reduce", missing("gradients are values", "None")),
+    **same_for("delay_all_reduce_named_params param_to_hook_all_reduce", missing("gradients are values", "None")),
     "mixed_precision": precision.POLICIES,
     "device_mesh": missing("the sizes of make_mesh's axes", "None"),
 }  # fmt: skip
 CALLS = {
-    **each("DistributedDataParallel DDP", Section(DDP, "DistributedDataParallel", cut="ddp")),
-    **each("FullyShardedDataParallel FSDP", Section(FSDP1, "FullyShardedDataParallel", cut="full_shard")),
+    **same_for("DistributedDataParallel DDP", Section(DDP, "DistributedDataParallel", cut="ddp")),
+    **same_for("FullyShardedDataParallel FSDP", Section(FSDP1, "FullyShardedDataParallel", cut="full_shard")),
     "fully_shard": Section(FSDP2, "fully_shard", cut="full_shard"),
 }
 
@@ -168,8 +180,8 @@ CALLS = {
 _HOW = always("one implementation")
 _BY_ORDER = "so.clip_by_global_norm(order=)"
 _ORDERS = {
-    **each("2 2.0", always("so.clip_by_global_norm")),
-    **each("1 1.0", sets(_BY_ORDER, clip_order=1)),
+    **same_for("2 2.0", always("so.clip_by_global_norm")),
+    **same_for("1 1.0", sets(_BY_ORDER, clip_order=1)),
     "inf": sets(_BY_ORDER, clip_order=math.inf),
 }
 _NORM: Table = {
@@ -233,7 +245,7 @@ def optimizer(draft: TranslationBuilder, key: str, call: SourceCall) -> None:
 _SCALER: Table = {
     "device": always("that of the mesh"),
     "init_scale": sets("scale= of so.loss_scaled", name="scale", scale=number),
-    "growth_interval": sets("every= of so.loss_scaled", name="every", every=whole),
+    "growth_interval": sets("every= of so.loss_scaled", name="every", every=as_count),
     "growth_factor": missing("growth= of so.loss_scaled", "2"),
     "backoff_factor": missing("backoff= of so.loss_scaled", "0.5"),
     "enabled": missing("leave so.loss_scaled out", "True"),
@@ -258,52 +270,52 @@ _LOADER: Table = {
     "num_workers": yours(f"workers= {_BATCHES}"),
     "prefetch_factor": yours(f"prefetch= {_BATCHES}"),
     "collate_fn": yours(f"collate= {_BATCHES}"),
-    **each("generator seed", yours(f"seed= {_BATCHES}")),
-    **each("sampler batch_sampler", yours(f"the order {_BATCHES}, which depends on seed and step alone")),
-    **each("num_replicas rank", always("each rank reads its own rows")),
-    **each("pin_memory pin_memory_device persistent_workers in_order", always(f"memory and workers {_BATCHES}")),
-    **each("timeout worker_init_fn multiprocessing_context", yours("workers are outside of the step")),
+    **same_for("generator seed", yours(f"seed= {_BATCHES}")),
+    **same_for("sampler batch_sampler", yours(f"the order {_BATCHES}, which depends on seed and step alone")),
+    **same_for("num_replicas rank", always("each rank reads its own rows")),
+    **same_for("pin_memory pin_memory_device persistent_workers in_order", always(f"memory and workers {_BATCHES}")),
+    **same_for("timeout worker_init_fn multiprocessing_context", yours("workers are outside of the step")),
 }
 _MICRO = missing("sf.accumulate(loss, batches): its defer= says what waits for the last micro-batch")
 # Calls beside those that shard, by the last parts of their names.
 BESIDE: Table = {
     "clip_grad_norm_": Section(_NORM, "clip_grad_norm_", before=_of_module),
     "clip_grad_value_": Section(_VALUE, "clip_grad_value_"),
-    **each("set_gradient_divide_factor set_reduce_scatter_divide_factor", Section(_FACTOR)),
+    **same_for("set_gradient_divide_factor set_reduce_scatter_divide_factor", Section(_FACTOR)),
     "set_force_sum_reduction_for_comms": always("the loss is divided before the sum"),
-    **each(
+    **same_for(
         "set_modules_to_forward_prefetch set_modules_to_backward_prefetch",
         always("gathers run ahead by prefetch= stages, in the order of the calls; no number changes"),
     ),
     "set_unshard_in_backward": always("what backward does not read is not gathered for it"),
     "set_reshard_after_forward": missing("reshard= of sf.stage, or a strategy such as sf.shard_grad_op"),
-    **each("set_reshard_after_backward set_requires_gradient_sync set_requires_all_reduce", _MICRO),
-    **each("set_is_last_backward no_sync", _MICRO),
-    **each(
+    **same_for("set_reshard_after_backward set_requires_gradient_sync set_requires_all_reduce", _MICRO),
+    **same_for("set_is_last_backward no_sync", _MICRO),
+    **same_for(
         "set_all_reduce_hook register_comm_hook", missing("gradients are values: change them before optimizer.step")
     ),
     "set_post_optim_event": always("the next gather waits for the step by itself"),
     "set_reduce_scatter_unused_params": always("a parameter that the loss does not use has a gradient of zeros"),
     "set_reduce_scatter_max_input_buffers": always("buffers are as many as are in flight"),
     "reset_iter_state": always("nothing outlives a step"),
-    **each(
+    **same_for(
         "set_custom_all_gather set_custom_reduce_scatter set_separate_reduce_scatter_group"
         " set_allocate_memory_from_process_group_for_comm set_symm_mem_for_comm",
         missing("collectives of the engine's own"),
     ),
     "summon_full_params": yours("sf.unshard(params)"),
     "register_fsdp_forward_method": always("any function of parameters is a stage: sf.stage"),
-    **each(
+    **same_for(
         "StepLR MultiStepLR ConstantLR LinearLR ExponentialLR CosineAnnealingLR PolynomialLR OneCycleLR CyclicLR"
         " LambdaLR SequentialLR ReduceLROnPlateau CosineAnnealingWarmRestarts get_scheduler"
         " get_linear_schedule_with_warmup get_cosine_schedule_with_warmup get_constant_schedule_with_warmup"
         " get_polynomial_decay_schedule_with_warmup get_wsd_schedule",
         missing("lr= of the optimizer takes a function of the step: so.warmup_cosine, so.wsd, or your own"),
     ),
-    **each("GradScaler ShardedGradScaler", _scaler),
+    **same_for("GradScaler ShardedGradScaler", _scaler),
     **dict.fromkeys(OPTIMIZERS, optimizer),
-    **each("DataLoader DistributedSampler", Section(_LOADER)),
-    **each("apply_activation_checkpointing checkpoint_wrapper", sets("remat=True", remat="True")),
+    **same_for("DataLoader DistributedSampler", Section(_LOADER)),
+    **same_for("apply_activation_checkpointing checkpoint_wrapper", sets("remat=True", remat="True")),
     "parallelize_module": missing('tensor="auto", or a table of ends of paths, of functional'),
 }
 _WORDS = (
@@ -312,7 +324,7 @@ _WORDS = (
 )
 
 
-def beside(draft: TranslationBuilder, calls: list[SourceCall]) -> None:
+def read_other_calls(draft: TranslationBuilder, calls: list[SourceCall]) -> None:
     """Reads the calls of a program that change how it trains, apart from those that shard it."""
     texts = set()
     for call in calls:

@@ -7,8 +7,8 @@ from typing import Any
 
 from shardfn.translate import accelerate, deepspeed, fsdp, precision
 from shardfn.translate.draft import TranslationBuilder
-from shardfn.translate.schema import By, Section, Table, always, each, flag, meant, missing, read, sets, yours
-from shardfn.translate.values import SourceCall, dtype, positive, whole, whole_or_all
+from shardfn.translate.schema import By, Section, Table, always, flag, meant, missing, read, same_for, sets, yours
+from shardfn.translate.values import SourceCall, as_count, dtype, positive, whole_or_all
 
 _START = yours("starting processes: torchrun")
 _LOOP = yours("sf.run.loop is a function; what it is given is yours: docs/how-to/run-a-loop.md")
@@ -38,30 +38,33 @@ def _low(draft: TranslationBuilder, key: str, value: Any) -> None:
 _DOUBLE = "module.to(torch.float64), and input_dtype= of the stages"
 PRECISION = By(
     {
-        **each("none 32 32-true", always("the default: all in float32")),
-        **each("64 64-true", sets(_DOUBLE, param_dtype="torch.float64", cast_inputs=True)),
-        **each("16 bf16 16-mixed bf16-mixed 16-true bf16-true", _low),
-        **each("transformer-engine transformer-engine-float16", missing("products are of 16 bits or more")),
+        **same_for("none 32 32-true", always("the default: all in float32")),
+        **same_for("64 64-true", sets(_DOUBLE, param_dtype="torch.float64", cast_inputs=True)),
+        **same_for("16 bf16 16-mixed bf16-mixed 16-true bf16-true", _low),
+        **same_for("transformer-engine transformer-engine-float16", missing("products are of 16 bits or more")),
     },
     said="a precision, such as 32-true, bf16-mixed or 16-mixed",
 )
 _REMAT = sets("remat=True, for all stages", remat="True")
 _PROCESSES: Table = {
-    **each("accelerator parallel_devices cluster_environment process_group_backend", _START),
-    **each("checkpoint_io precision_plugin start_method", _START),
+    **same_for("accelerator parallel_devices cluster_environment process_group_backend", _START),
+    **same_for("checkpoint_io precision_plugin start_method", _START),
     "timeout": yours("timeout= of make_mesh"),
 }
 FSDP: Table = {
     **fsdp.FSDP1,
     **_PROCESSES,
     "policy": fsdp.WRAP,
-    **each("activation_checkpointing activation_checkpointing_policy", By({"none": always("the default")}, _REMAT)),
+    **same_for("activation_checkpointing activation_checkpointing_policy", By({"none": always("the default")}, _REMAT)),
     "state_dict_type": fsdp.STATES,
     "precision": PRECISION,
 }
 
 
-_SHARDS, _SPLIT = sets("the axis shard of make_mesh", shard=whole), sets("the axis tensor of make_mesh", tensor=whole)
+_SHARDS, _SPLIT = (
+    sets("the axis shard of make_mesh", shard=as_count),
+    sets("the axis tensor of make_mesh", tensor=as_count),
+)
 MODEL_PARALLEL: Table = {
     **_PROCESSES,
     "data_parallel_size": By({"auto": sets("as many nodes as there are")}, _SHARDS),
@@ -100,16 +103,16 @@ DEEPSPEED: Table = {
     "config": _config,
     "offload_optimizer": flag(deepspeed.STATE.choices["cpu"], always("the device")),
     "offload_parameters": flag(deepspeed.PARAMS.choices["cpu"], always("the device")),
-    "offload_optimizer_device": By(each("cpu nvme", always("with offload_optimizer"))),
-    "offload_params_device": By(each("cpu nvme", always("with offload_parameters"))),
+    "offload_optimizer_device": By(same_for("cpu nvme", always("with offload_optimizer"))),
+    "offload_params_device": By(same_for("cpu nvme", always("with offload_parameters"))),
     "nvme_path": deepspeed.SCRATCH,
     "remote_device": yours("sf.init_sharded makes each rank's part where the strategy keeps it"),
-    **each(
+    **same_for(
         "contiguous_gradients overlap_comm allgather_partitions reduce_scatter allgather_bucket_size"
         " reduce_bucket_size sub_group_size pin_memory",
         always("one flat buffer a stage, in flight while others compute"),
     ),
-    **each(
+    **same_for(
         "params_buffer_count params_buffer_size max_in_cpu optimizer_buffer_count block_size queue_depth single_submit"
         " overlap_events thread_count",
         always("buffers follow from prefetch=, and four threads read and write"),
@@ -136,7 +139,7 @@ def _strategy(kind: str, cut: str, tier: str | None = None) -> Any:
     offloaded = ("params", "grads", "state") if cut == "full_shard" else ("grads", "state")
     facts: dict[str, Any] = dict.fromkeys(offloaded, tier) if tier else {}
     facts |= {"scratch": "/local_nvme"} if tier == "disk" else {}
-    return sets(f"the strategy sf.{cut}" + (", and .on(...)" if tier else ""), kind=kind, cut=cut, **facts)
+    return sets(f"the strategy sf.{cut}" + (", and .with_tiers(...)" if tier else ""), kind=kind, cut=cut, **facts)
 
 
 _ENDS = ("", "_find_unused_parameters_true", "_find_unused_parameters_false")
@@ -174,11 +177,11 @@ _BY_VALUE = sets("so.clip_by_value, with gradient_clip_val", by_value=True)
 _CLIPS = "so.clip_by_global_norm, or so.clip_by_value if gradient_clip_algorithm is value"
 _AVERAGES = "StochasticWeightAveraging WeightAveraging EMAWeightAveraging"
 _CALLBACKS = {
-    **each(_AVERAGES, "so.ema(optimizer, ...): docs/how-to/evaluate-averaged-parameters.md"),
+    **same_for(_AVERAGES, "so.ema(optimizer, ...): docs/how-to/evaluate-averaged-parameters.md"),
     "GradientAccumulationScheduler": "sf.accumulate, by the step",
     "LearningRateFinder": "docs/how-to/use-optimizers.md has a loop that finds a rate",
     "BatchSizeFinder": 'sf.accumulate(loss, batch, micro="auto")',
-    **each("BaseFinetuning BackboneFinetuning", "frozen= of shard: docs/how-to/freeze-parameters.md"),
+    **same_for("BaseFinetuning BackboneFinetuning", "frozen= of shard: docs/how-to/freeze-parameters.md"),
     "ModelPruning": "a mask of the parameters, in the step",
 }
 
@@ -198,7 +201,9 @@ TRAINER: Table = {
     "precision": PRECISION,
     "accumulate_grad_batches": _scheduled,
     "gradient_clip_val": sets(_CLIPS, off="nothing is clipped", name="clip", clip=positive),
-    "gradient_clip_algorithm": By({**each("norm none", always("by the norm of all gradients")), "value": _BY_VALUE}),
+    "gradient_clip_algorithm": By(
+        {**same_for("norm none", always("by the norm of all gradients")), "value": _BY_VALUE}
+    ),
     "sync_batchnorm": flag(sets("sync_batch_norm= of functional", sync_batch_norm=True), always("the default")),
     "devices": _START,
     "num_nodes": _START,
@@ -212,12 +217,12 @@ TRAINER: Table = {
     "max_steps": yours("steps= of sf.run.loop", steps=whole_or_all),
     "max_time": yours("limit= of sf.run.loop"),
     "max_epochs": yours("epochs= of sf.run.batches, or steps= of sf.run.loop"),
-    **each("logger loggers", yours("report= of sf.run.loop: sf.run.jsonl, a function, ...")),
+    **same_for("logger loggers", yours("report= of sf.run.loop: sf.run.jsonl, a function, ...")),
     "enable_progress_bar": yours("report= of sf.run.loop: sf.run.progress() is what it does by itself"),
     "callbacks": _callbacks,
-    **each("enable_checkpointing default_root_dir", yours("save= and every= of sf.run.loop")),
-    **each("val_check_interval check_val_every_n_epoch", yours("evaluate=(function, steps) of sf.run.loop")),
-    **each(
+    **same_for("enable_checkpointing default_root_dir", yours("save= and every= of sf.run.loop")),
+    **same_for("val_check_interval check_val_every_n_epoch", yours("evaluate=(function, steps) of sf.run.loop")),
+    **same_for(
         "fast_dev_run min_epochs min_steps limit_train_batches limit_val_batches limit_test_batches"
         " limit_predict_batches num_sanity_val_steps log_every_n_steps enable_model_summary profiler barebones"
         " reload_dataloaders_every_n_epochs enable_autolog_hparams model_registry overfit_batches",
@@ -240,7 +245,7 @@ def translate(draft: TranslationBuilder, strategy: SourceCall | None, trainer: M
     read(draft, "", {"precision": later.pop("precision")} if "precision" in later else {}, Section(FSDP))
     read(draft, "", trainer, Section(TRAINER, "Trainer", first="strategy"))
     half = draft.get("low") == "torch.float16"
-    off = each(" ".join(precision.ADAPTING), always("of no effect without 16 bits"))
+    off = same_for(" ".join(precision.ADAPTING), always("of no effect without 16 bits"))
     read(
         draft, "", later, Section(precision.SCALING if half else off, before=precision.where_adapting if half else None)
     )

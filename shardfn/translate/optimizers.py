@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardfn.translate.draft import TranslationBuilder
-from shardfn.translate.schema import Section, Table, always, each, missing, read, sets
-from shardfn.translate.values import TranslateError, number, on, pair, shown, whole
+from shardfn.translate.schema import Section, Table, always, missing, read, same_for, sets
+from shardfn.translate.values import TranslateError, as_count, as_switch, number, pair, shown
 
 _ADAM = "lr betas eps weight_decay"
 TAKES = {
@@ -70,10 +70,10 @@ def _growth(key: str, value: Any) -> str:
 
 _READERS: dict[str, Any] = {
     "betas": pair,
-    **each("nesterov centered decoupled_weight_decay", on),
-    **each("total_num_steps warmup_num_steps lr_range_test_step_size", whole),
+    **same_for("nesterov centered decoupled_weight_decay", as_switch),
+    **same_for("total_num_steps warmup_num_steps lr_range_test_step_size", as_count),
     "warmup_type": _growth,
-    "lr_range_test_staircase": on,
+    "lr_range_test_staircase": as_switch,
 }
 
 
@@ -116,7 +116,7 @@ def arguments(
     if "lr" not in values:
         values["lr"] = draft.name("lr", "the learning rate")
         draft.row(f"{key}.lr", "not said", "open", "the program has the name lr for it")
-    draft.put("optimizer_params", values, *draft.of(*facts.values()))
+    draft.put("optimizer_params", values, *draft.keys_for_facts(*facts.values()))
     return values
 
 

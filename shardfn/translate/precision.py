@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from shardfn.translate.draft import TranslationBuilder
-from shardfn.translate.schema import By, Section, Table, always, each, flag, missing, sets
-from shardfn.translate.values import dtype, is_open, natural, positive, whole
+from shardfn.translate.schema import By, Section, Table, always, flag, missing, same_for, sets
+from shardfn.translate.values import as_count, dtype, is_open, natural, positive
 
 _FACTS = {
     "fsdp1": ("gather_dtype", "reduce_dtype", "buffer_dtype"),
@@ -46,7 +46,7 @@ ADAPTING: Table = {
     "loss_scale": sets(
         "so.loss_scaled, with this scale always", off="so.loss_scaled, whose scale adapts", fixed=positive
     ),
-    "initial_scale_power": sets("scale= of so.loss_scaled", scale=lambda key, value: 2.0 ** whole(key, value, 0)),
+    "initial_scale_power": sets("scale= of so.loss_scaled", scale=lambda key, value: 2.0 ** as_count(key, value, 0)),
     "loss_scale_window": sets("every= of so.loss_scaled", every=natural),
 }
 SCALING: Table = {**ADAPTING, **{name: meaning for name, (meaning, _) in _NOT_SCALED.items()}}
@@ -110,8 +110,8 @@ AUTOCAST = Section(
 )
 ACCUMULATED = By(
     {
-        **each("fp32 float32 none", always("gradients are added up in the dtype of the shards")),
-        **each("bf16 fp16 bfloat16 float16", missing("gradients are added up in the dtype of the shards, float32")),
+        **same_for("fp32 float32 none", always("gradients are added up in the dtype of the shards")),
+        **same_for("bf16 fp16 bfloat16 float16", missing("gradients are added up in the dtype of the shards, float32")),
     }
 )
 REDUCED = sets("reduce_dtype= of the stages", off="the default", reduce_dtype=dtype)

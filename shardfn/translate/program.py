@@ -49,7 +49,7 @@ def program(draft: TranslationBuilder) -> str:
     loss = ("total", "count") if draft.get("tokens") else ("mean",)
     draft.names = {**{name: _ABOUT[name] for name in ("module", *loss)}, **draft.names}
     parts = (_mesh, _strategy, _model, _optimizer, _loss, _step, _loop)
-    text = "\n".join(_text(code, draft.of(*facts)) for part in parts for code, facts in part(draft))
+    text = "\n".join(_text(code, draft.keys_for_facts(*facts)) for part in parts for code, facts in part(draft))
     heads = [f"import {name}" for name in ("math", "os") if f"{name}." in text]
     also = [name for name in ("P", "checkpoint", "interop", "quant") if f"{name}." in text or f"{name}(" in text]
     heads += [""] if heads else []
@@ -112,7 +112,7 @@ def _strategy(draft: TranslationBuilder) -> Iterator[_Line]:
     tiers = [kind for kind in ("params", "grads", "state") if draft.get(kind)]
     if tiers:
         offloads = ", ".join(f'{kind}="{draft.get(kind)}"' for kind in tiers)
-        yield f"strategy = strategy.on({offloads})", tuple(tiers)
+        yield f"strategy = strategy.with_tiers({offloads})", tuple(tiers)
     if draft.get("uncut") is not None:
         yield f"strategy = sf.uncut(strategy, below={draft.get('uncut')})", ("uncut",)
 
@@ -233,7 +233,7 @@ def _loss(draft: TranslationBuilder) -> Iterator[_Line]:
     elif _many(draft) and count != "micro_batches":
         yield f"micro_batches = {count}", ("accumulate",)
     if total and micro:
-        key_name = next((key.rpartition(".")[2] for key in draft.of("train_batch")), "train_batch_size")
+        key_name = next((key.rpartition(".")[2] for key in draft.keys_for_facts("train_batch")), "train_batch_size")
         error = f'raise ValueError("{key_name} is not what this mesh makes")'
         yield f"if {total} != {product}:\n    {error}", ("train_batch", "micro_batch")
     tokens, scaled, autocast = draft.get("tokens"), bool(draft.get("scaled")), draft.get("autocast")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardfn.translate.draft import Status, TranslationBuilder
-from shardfn.translate.values import SourceCall, SourceExpression, TranslateError, is_open, on, shown, spellings
+from shardfn.translate.values import SourceCall, SourceExpression, TranslateError, as_switch, is_open, shown, spellings
 
 
 @dataclass(frozen=True)
@@ -113,10 +113,10 @@ def sets(text: str, *, off: str | None = None, name: str | None = None, about: s
 
 def flag(if_true: Meaning | Section | Reader, if_false: Meaning | Section | Reader) -> By:
     """The meanings of true and false."""
-    return By({**each("true yes 1", if_true), **each("false no none 0", if_false)}, said="true or false")
+    return By({**same_for("true yes 1", if_true), **same_for("false no none 0", if_false)}, said="true or false")
 
 
-def each(names: str, meaning: Any) -> dict[str, Any]:
+def same_for(names: str, meaning: Any) -> dict[str, Any]:
     """The same meaning for several keys or values, separated by spaces."""
     return dict.fromkeys(names.split(), meaning)
 
@@ -141,9 +141,9 @@ def read(draft: TranslationBuilder, key: str, value: Any, section: Section) -> N
         draft.open(f"{prefix}{switch}", settings.pop(switch), "the rest is as if it were off")
         is_on = False
     elif switch:
-        is_on = on(f"{prefix}{switch}", settings.get(switch))
+        is_on = as_switch(f"{prefix}{switch}", settings.get(switch))
     if not is_on:
-        section = Section(each(" ".join(section.table), always("switched off, as without it")), section.owner)
+        section = Section(same_for(" ".join(section.table), always("switched off, as without it")), section.owner)
     if section.before:
         section.before(draft, prefix, settings)
     first, last = section.first.split(), section.last.split()

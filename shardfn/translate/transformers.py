@@ -8,19 +8,19 @@ from typing import Any
 
 from shardfn.translate import accelerate, deepspeed, fsdp, optimizers
 from shardfn.translate.draft import TranslationBuilder, UndefinedName
-from shardfn.translate.schema import By, Section, Table, always, each, flag, missing, read, sets, yours
+from shardfn.translate.schema import By, Section, Table, always, flag, missing, read, same_for, sets, yours
 from shardfn.translate.values import (
     SourceCall,
     TranslateError,
+    as_count,
+    as_switch,
     is_auto,
     is_open,
     natural,
     number,
-    on,
     shown,
-    whole,
+    upper_word,
     whole_or_all,
-    word,
 )
 
 ARGUMENTS = {"TrainingArguments", "Seq2SeqTrainingArguments", "SentenceTransformerTrainingArguments", "SFTConfig"}
@@ -46,43 +46,45 @@ _ADAM = {
     "learning_rate": "lr", "weight_decay": "decay", "adam_epsilon": "eps", "adam_beta1": "beta1", "adam_beta2": "beta2",
 }  # fmt: skip
 OPTIMIZERS = {
-    **each("adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused", "adamw"),
-    **each("adamw_bnb_8bit adamw_torch_8bit adamw_8bit", "adamw8bit"), "lion_8bit": "lion8bit",
-    "sgd": "sgd", **each("lion_32bit lion", "lion"), "adagrad": "torch.optim.Adagrad", "rmsprop": "torch.optim.RMSprop",
+    **same_for("adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused", "adamw"),
+    **same_for("adamw_bnb_8bit adamw_torch_8bit adamw_8bit", "adamw8bit"), "lion_8bit": "lion8bit",
+    "sgd": "sgd", **same_for("lion_32bit lion", "lion"),
+    "adagrad": "torch.optim.Adagrad", "rmsprop": "torch.optim.RMSprop",
 }  # fmt: skip
 PAGED = {
-    **each("paged_adamw_8bit paged_adamw_bnb_8bit", "adamw8bit"), **each("paged_adamw_32bit paged_adamw", "adamw"),
-    "paged_lion_8bit": "lion8bit", **each("paged_lion_32bit paged_lion", "lion"),
+    **same_for("paged_adamw_8bit paged_adamw_bnb_8bit", "adamw8bit"),
+    **same_for("paged_adamw_32bit paged_adamw", "adamw"),
+    "paged_lion_8bit": "lion8bit", **same_for("paged_lion_32bit paged_lion", "lion"),
 }  # fmt: skip
 
 
 def _precision(draft: TranslationBuilder, key: str, value: Any) -> None:
-    if is_open(value) and word(value) not in ("TRUE", "FALSE"):
+    if is_open(value) and upper_word(value) not in ("TRUE", "FALSE"):
         draft.open(key, value, "if it is true, torch.autocast around the model")
-    elif on(key, value):
+    elif as_switch(key, value):
         accelerate.low(draft, key, value, key)
     else:
         draft.row(key, value, "always", "the default: all in the dtype of the parameters")
 
 
 TABLE: Table = {
-    **each("bf16 fp16", _precision),
+    **same_for("bf16 fp16", _precision),
     "max_grad_norm": deepspeed.CLIP,
     "gradient_accumulation_steps": deepspeed.ACCUMULATE,
     "per_device_train_batch_size": sets(
-        "rows of a micro-batch on one rank", name="micro_batch_size", about="rows of one rank", micro_batch=whole
+        "rows of a micro-batch on one rank", name="micro_batch_size", about="rows of one rank", micro_batch=as_count
     ),
     "average_tokens_across_devices": flag(
         sets("a loss of the tokens of all ranks and micro-batches, each of which counts once", tokens="all"),
         sets("a loss of the tokens of all micro-batches of a rank, and its mean over ranks", tokens="own"),
     ),
-    **each("gradient_checkpointing activation_checkpointing", fsdp.REMAT),
+    **same_for("gradient_checkpointing activation_checkpointing", fsdp.REMAT),
     "activation_offloading": fsdp.REMAT_AWAY,
-    **each("gradient_checkpointing_kwargs activation_checkpointing_kwargs", always("there is one implementation")),
+    **same_for("gradient_checkpointing_kwargs activation_checkpointing_kwargs", always("there is one implementation")),
     "torch_compile": flag(sets("compile= of functional", compile=True), always("nothing is compiled")),
     "torch_compile_backend": accelerate.BACKEND,
     "torch_compile_mode": accelerate.MODE,
-    **each("use_cpu no_cuda", accelerate.CPU),
+    **same_for("use_cpu no_cuda", accelerate.CPU),
     "label_smoothing_factor": missing("of the loss, which is yours", "0.0", "0"),
     "neftune_noise_alpha": missing("noise on the embeddings, in your module", "None"),
     "optim_args": missing("arguments of the optimizer", "None"),
@@ -104,7 +106,7 @@ TABLE: Table = {
     ),
     "optim": By(
         {name: sets("the optimizer", optim=make) for name, make in OPTIMIZERS.items()}
-        | {name: sets(f'so.{x}, and .on(state="host")', optim=x, state="host") for name, x in PAGED.items()}
+        | {name: sets(f'so.{x}, and .with_tiers(state="host")', optim=x, state="host") for name, x in PAGED.items()}
         | {"adafactor": missing("so.adafactor scales steps by the size of parameters, which the Trainer's does not")},
         _NO_OPTIMIZER,
     ),
@@ -114,9 +116,9 @@ TABLE: Table = {
     "max_steps": sets(
         "steps= of sf.run.loop, and of the rate", name="steps", about="of the whole run", steps=whole_or_all
     ),
-    **{key: sets("of the optimizer", name=key, about=key, **each(fact, number)) for key, fact in _ADAM.items()},
-    **{key: sets(_RATE, name=key, about=key, **each(key, number)) for key in ("warmup_steps", "warmup_ratio")},
-    **each(
+    **{key: sets("of the optimizer", name=key, about=key, **same_for(fact, number)) for key, fact in _ADAM.items()},
+    **{key: sets(_RATE, name=key, about=key, **same_for(key, number)) for key in ("warmup_steps", "warmup_ratio")},
+    **same_for(
         "output_dir num_train_epochs logging_dir logging_strategy logging_steps logging_first_step log_on_each_node"
         " logging_nan_inf_filter include_num_input_tokens_seen include_tokens_per_second log_level log_level_replica"
         " disable_tqdm report_to run_name project trackio_space_id trackio_bucket_id trackio_static_space_id"
@@ -130,7 +132,7 @@ TABLE: Table = {
         " generation_max_length generation_num_beams generation_config eval_packing",
         _LOOP,
     ),
-    **each(
+    **same_for(
         "accelerator_config data_seed dataloader_drop_last dataloader_num_workers dataloader_pin_memory"
         " dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context"
         " dataloader_in_order remove_unused_columns label_names train_sampling_strategy length_column_name"
@@ -140,16 +142,16 @@ TABLE: Table = {
         " truncation_mode",
         _DATA,
     ),
-    **each(
+    **same_for(
         "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision"
         " push_to_hub_model_id push_to_hub_organization push_to_hub_token",
         _HUB,
     ),
-    **each("tpu_num_cores tpu_metrics_debug use_mps_device use_ipex", accelerate.TPU),
+    **same_for("tpu_num_cores tpu_metrics_debug use_mps_device use_ipex", accelerate.TPU),
     "seed": yours("seed= of sf.run.batches and sf.run.loop", seed=natural),
     "local_rank": yours("starting processes: torchrun"),
     "tf32": yours("torch.backends.cuda.matmul.allow_tf32"),
-    **each("use_liger_kernel liger_kernel_config", yours("kernels of the module, which is yours")),
+    **same_for("use_liger_kernel liger_kernel_config", yours("kernels of the module, which is yours")),
     "use_cache": yours("of the module's own configuration"),
     "model_init_kwargs": yours("the module is yours"),
     "router_mapping": yours("the model is yours"),
@@ -163,17 +165,17 @@ TRAINER: Table = {
     "loss": yours("the loss is yours"),
     "peft_config": yours("sf.lora, or a module of peft: docs/how-to/train-adapters.md"),
     "formatting_func": _DATA,
-    **each(
+    **same_for(
         "model model_init processing_class tokenizer data_collator train_dataset eval_dataset",
         yours("the data, the model and the tokenizer are yours"),
     ),
-    **each("compute_metrics callbacks preprocess_logits_for_metrics evaluator", _LOOP),
+    **same_for("compute_metrics callbacks preprocess_logits_for_metrics evaluator", _LOOP),
 }
 # The keys of `fsdp_config`: those of Accelerate, and these.
 FSDP: Table = {
     **accelerate.PLUGIN,
     "xla": missing("there are no TPUs here", "False"),
-    **each("xla_fsdp_v2 xla_fsdp_grad_ckpt xla_fsdp_settings", always("of no effect without xla")),
+    **same_for("xla_fsdp_v2 xla_fsdp_grad_ckpt xla_fsdp_settings", always("of no effect without xla")),
 }
 # Arguments whose defaults change results, with the facts that they say.
 _SHOWN = {
@@ -236,14 +238,16 @@ def _sharded(
         return None
     keys = {key.removeprefix("fsdp_"): x for key, x in mapping(draft, "fsdp_config", config, linked).items()}
     keys |= {key: x for key, x in old.items() if x not in (None, 0)}
-    options = [word(x) for x in (mode.split() if isinstance(mode, str) else mode if isinstance(mode, list) else [])]
+    options = [
+        upper_word(x) for x in (mode.split() if isinstance(mode, str) else mode if isinstance(mode, list) else [])
+    ]
     cuts = [x for x in options if x in fsdp.CUTS]
     if len(cuts) > 1 or set(options) - {*fsdp.CUTS, "OFFLOAD", "AUTO_WRAP", "TRUE"}:
         raise TranslateError(f"fsdp: {shown(mode)} is not one strategy with offload and auto_wrap")
     reshard = keys.get("reshard_after_forward")
     old_names = {"sharding_strategy", "backward_prefetch"} & set(keys) or set(cuts) - {"FULL_SHARD", "SHARD_GRAD_OP"}
     is_fsdp1 = old_names and not isinstance(reshard, bool)
-    version = whole("fsdp_config.version", keys.pop("version", 1 if is_fsdp1 else 2))
+    version = as_count("fsdp_config.version", keys.pop("version", 1 if is_fsdp1 else 2))
     draft.row("fsdp", mode, "becomes", f"the strategy, of FSDP{version}")
     if cuts and reshard is None:
         keys = {"reshard_after_forward": cuts[0] if version == 1 else cuts[0] == "FULL_SHARD", **keys}
@@ -294,10 +298,10 @@ def _optimizer(draft: TranslationBuilder, values: Mapping[str, Any], explicit: M
     make = draft.get("optim", None if "optim" in explicit else "adamw")
     lr, decay, eps, b1, b2 = (draft.get(fact, values[key]) for key, fact in _ADAM.items())
     arguments: dict[str, Any] = {"lr": lr}
-    draft.put("optimizer_params", arguments, *draft.of(*_ADAM.values()))
+    draft.put("optimizer_params", arguments, *draft.keys_for_facts(*_ADAM.values()))
     if make is None:
         return
-    draft.say("optimizer", make, *draft.of("optim"))
+    draft.say("optimizer", make, *draft.keys_for_facts("optim"))
     if make.removesuffix("8bit") in ("adamw", "lion"):
         arguments["betas"] = (b1, b2)
     if make.removesuffix("8bit") == "adamw":
@@ -310,7 +314,7 @@ def _optimizer(draft: TranslationBuilder, values: Mapping[str, Any], explicit: M
 
 def _schedule(draft: TranslationBuilder, values: Mapping[str, Any], explicit: Mapping[str, Any]) -> None:
     kind = draft.get("scheduler", None if "lr_scheduler_type" in explicit else values["lr_scheduler_type"])
-    keys = draft.of("scheduler", "warmup_steps", "warmup_ratio", "steps")
+    keys = draft.keys_for_facts("scheduler", "warmup_steps", "warmup_ratio", "steps")
     if kind == "constant":
         draft.put("optimizer_params", draft.get("optimizer_params"), *keys)
     if kind in (None, "constant"):

@@ -12,7 +12,7 @@ from shardfn.local_paths import local_path
 from shardfn.quoting import listed
 from shardfn.translate import accelerate, beside, composer, deepspeed, fsdp, lightning, transformers
 from shardfn.translate.calls import calls
-from shardfn.translate.draft import Translation, TranslationBuilder, settle
+from shardfn.translate.draft import Translation, TranslationBuilder, derive_facts
 from shardfn.translate.program import program
 from shardfn.translate.schema import Section, missing, read, yours
 from shardfn.translate.values import SourceCall, TranslateError
@@ -58,13 +58,13 @@ def translate(path: str | os.PathLike[str]) -> Translation:
         if file.suffix == ".py":
             calls_read, imported, modules = calls(text_of(file), {*READ, *fsdp.BESIDE, *beside.TABLE})
             system, used = _called(draft, file, calls_read, imported)
-            fsdp.beside(draft, calls_read)
+            fsdp.read_other_calls(draft, calls_read)
             beside.rows(draft, calls_read, used, modules, fsdp.BESIDE)
         else:
             config = mapping_of(file)
             system = system_of(config, str(file), _FILES)
             read(draft, "", linked(config, file) if system == "Accelerate" else config, _FILES[system])
-        settle(draft)
+        derive_facts(draft)
         text = program(draft)
     except RecursionError:
         raise TranslateError(f"{file}: nested too deeply") from None

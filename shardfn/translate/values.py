@@ -55,7 +55,7 @@ def shown(value: Any) -> str:
     return " ".join(text.split()) if len(text) < 200 else f"{text[:190]}..."
 
 
-def word(value: Any) -> str:
+def upper_word(value: Any) -> str:
     """A value as one word in capitals: FULL_SHARD for `Strategy.FULL_SHARD` or `"full_shard"`, and 3 for 3.0."""
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
@@ -68,7 +68,7 @@ def spellings(value: Any) -> tuple[str, ...]:
     """The words that a value may stand for: YAML reads unquoted `no` and `off` as false, `yes` and `on` as true."""
     if isinstance(value, bool):
         return ("TRUE", "YES", "ON") if value else ("FALSE", "NO", "OFF")
-    return (word(value),)
+    return (upper_word(value),)
 
 
 def is_auto(value: Any) -> bool:
@@ -81,14 +81,14 @@ def is_open(value: Any) -> bool:
     return is_auto(value) or isinstance(value, (SourceExpression, SourceCall))
 
 
-def on(key: str, value: Any) -> bool:
+def as_switch(key: str, value: Any) -> bool:
     """A switch, as a bool."""
-    if word(value) not in ("TRUE", "YES", "1", "FALSE", "NO", "NONE", "0"):
+    if upper_word(value) not in ("TRUE", "YES", "1", "FALSE", "NO", "NONE", "0"):
         raise TranslateError(f"{key}: {shown(value)} is neither true nor false")
-    return word(value) in ("TRUE", "YES", "1")
+    return upper_word(value) in ("TRUE", "YES", "1")
 
 
-def whole(key: str, value: Any, minimum: int = 1) -> int:
+def as_count(key: str, value: Any, minimum: int = 1) -> int:
     """A whole number of at least `minimum`, which may be written as 5e8."""
     x = number(key, value)
     if x != int(x) or x < minimum:
@@ -116,12 +116,12 @@ def positive(key: str, value: Any) -> float | None:
 
 def natural(key: str, value: Any) -> int | None:
     """A whole number of 0 or more, or None for no value."""
-    return None if value is None else whole(key, value, 0)
+    return None if value is None else as_count(key, value, 0)
 
 
 def whole_or_all(key: str, value: Any) -> int | None:
     """A whole number; None for no value, or for -1, which means as many as there are."""
-    return None if value is None or number(key, value, -1) == -1 else whole(key, value)
+    return None if value is None or number(key, value, -1) == -1 else as_count(key, value)
 
 
 def pair(key: str, value: Any) -> tuple[float, float]:

@@ -65,6 +65,6 @@ def gathers(cut: bool) -> Any:
 @pytest.mark.parametrize("cut", [True, False])
 def test_a_qlora_step_gathers_what_the_formats_say(world: World, cut: bool) -> None:
     pytest.importorskip("transformers")
-    for measured, formula, gained in world.within(120).run(gathers, cut):
+    for measured, formula, gained in world.with_deadline(120).run(gathers, cut):
         assert measured == formula
         assert gained > 0

@@ -98,7 +98,7 @@ def with_early_gathers() -> Answer:
 
 
 def test_a_gather_that_nobody_waits_for_is_found() -> None:
-    (answer,) = world(1, "alone").within(200).run(with_early_gathers)
+    (answer,) = world(1, "alone").with_deadline(200).run(with_early_gathers)
     races = {goal.name: goal.value for goal in answer.goals}
     assert races["full_shard: races"] > 0
 

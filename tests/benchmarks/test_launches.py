@@ -33,7 +33,7 @@ def of_a_billion() -> dict[str, Counts]:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Counts]:
-    return world(1, "alone").within(120).run(of_a_billion)[0]
+    return world(1, "alone").with_deadline(120).run(of_a_billion)[0]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -49,5 +49,5 @@ def trained(config: Any, folder: str) -> Any:
 @pytest.mark.world(2, "processes")
 def test_a_step_moves_what_the_formula_says(world: World, tmp_path: Path) -> None:
     config = Config(vocabulary=512, width=256, heads=4, hidden=1024, layers=3, batch=1)
-    for found, formula in world.within(120).run(trained, config, str(tmp_path)):
+    for found, formula in world.with_deadline(120).run(trained, config, str(tmp_path)):
         assert found == pytest.approx(list(formula), rel=0.05)

@@ -382,7 +382,7 @@ def inside(more: int) -> float:
 
 @pytest.mark.parametrize("more", [0, 100])
 def test_what_is_mapped_inside_is_a_part_of_the_same_check_on_every_rank(more: int) -> None:
-    assert world(2).within(30).run(inside, more) == [8.0, 8.0]
+    assert world(2).with_deadline(30).run(inside, more) == [8.0, 8.0]
 
 
 def test_the_rounding_of_products_is_known_however_tf32_was_asked_for() -> None:

@@ -182,7 +182,7 @@ def judged(seeds: list[int]) -> list[Any]:
         closed = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed + here["a"] * (seed % 2)))
         checked = CheckedCall(judged, mesh, False)
         with scope(mesh), checked.recorder:
-            checked.take(inputs, pieces)
+            checked.record_arguments(inputs, pieces)
             values = Program(seed, closed, here).run(list(pieces))
             nodes = [checked.recorder.values.node_of(functorch.unwrapped(x)) for x in values]
             compared = checked.compared([])

@@ -79,7 +79,7 @@ def told(name: str) -> str:
 @pytest.mark.filterwarnings("error::shardfn.VaryingWarning")
 @pytest.mark.parametrize("name", WALKS)
 def test_shared_values_are_walked_once(name: str) -> None:
-    for said in world(2, "threads").within(20.0).run(told, name):
+    for said in world(2, "threads").with_deadline(20.0).run(told, name):
         assert WALKS[name][1] in said
         assert len(said) < 4000
 
@@ -105,7 +105,7 @@ def other_kind(kind: str) -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_results_of_another_kind_on_each_rank_are_told_on_all(kind: str) -> None:
-    assert world(2, "threads").within(20.0).run(other_kind, kind) == ["output"] * 2
+    assert world(2, "threads").with_deadline(20.0).run(other_kind, kind) == ["output"] * 2
 
 
 def failing() -> str:
@@ -122,5 +122,5 @@ def failing() -> str:
 
 
 def test_a_rank_that_cannot_judge_tells_the_others() -> None:
-    for said in world(2).within(20.0).run(failing):
+    for said in world(2).with_deadline(20.0).run(failing):
         assert "rank 1 failed to check the call: RecursionError: too deep" in said

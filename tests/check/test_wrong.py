@@ -76,7 +76,7 @@ def test_with_the_fix_it_is_one_process(name: str) -> None:
 def test_when_nobody_checks_it_is_wrong(name: str) -> None:
     case = GALLERY[name]
     if case.hangs:
-        errors = world_of(case).within(1.0).errors(unchecked_numbers, name)
+        errors = world_of(case).with_deadline(1.0).errors(unchecked_numbers, name)
         assert any(isinstance(error, TimeoutError) for error in errors)
     elif case.kind == "NotImplementedError":
         for error in world_of(case).errors(unchecked_numbers, name):

@@ -79,7 +79,7 @@ def test_a_stretch_is_boxes_in_order_that_touch_nothing_else(shape: tuple[int, .
     start, stop = sorted(data.draw(st.tuples(*[st.integers(0, n)] * 2)))
     numbers = torch.arange(n).view(shape)
     found = list(boxes.boxes(shape, start, stop))
-    read = [numbers[box.within(boxes.whole(shape))].reshape(-1) for box in found]
+    read = [numbers[box.slices_in(boxes.full_box(shape))].reshape(-1) for box in found]
     assert torch.cat([torch.empty(0, dtype=torch.long), *read]).tolist() == list(range(start, stop))
     assert len(found) <= max(1, 2 * len(shape) - 1)
 
@@ -91,11 +91,11 @@ def test_what_two_boxes_have_in_common_is_what_both_have(
     marks = torch.zeros(10, 10, 10)
     first, second = Box((0, 0, 0), a), Box(offsets, b)
     for box in (first, second):
-        marks[box.within(boxes.whole(marks.shape))] += 1
+        marks[box.slices_in(boxes.full_box(marks.shape))] += 1
     both = first.common(second)
     assert int((marks == 2).sum()) == (both.numel if both else 0)
     if both:
-        assert bool((marks[both.within(boxes.whole(marks.shape))] == 2).all())
+        assert bool((marks[both.slices_in(boxes.full_box(marks.shape))] == 2).all())
 
 
 # --- there and back ---
@@ -394,7 +394,7 @@ def fails_as_another_ends() -> None:
     def run() -> None:
         raise OSError(errno.ENOSPC, "no room")
 
-    ours.each("writing", run)
+    ours.run_on_each("writing", run)
 
 
 def test_an_own_error_is_not_lost_where_another_rank_has_ended() -> None:

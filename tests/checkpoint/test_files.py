@@ -395,7 +395,7 @@ def wrong_on_one(folder: Path) -> dict[str, str]:
 
 @pytest.mark.world(2)
 def test_what_is_wrong_on_one_rank_is_an_error_on_both(world: World, tmp_path: Path) -> None:
-    first, second = world.within(30).run(wrong_on_one, tmp_path)
+    first, second = world.with_deadline(30).run(wrong_on_one, tmp_path)
     for name in first:
         assert "Error: " in second[name], (name, second)
         assert first[name] != "it was done", (name, first)

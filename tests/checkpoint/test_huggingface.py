@@ -47,7 +47,7 @@ MESHES: dict[str, tuple[dict[str, int], Callable[[], Any]]] = {
 
 def at_places(path: str, shape: tuple[int, ...]) -> sf.Placement:
     name, number, *_ = path.split(".")
-    return sf.full_shard("shard").at(pipe=int(number) % 2) if name == "blocks" else sf.full_shard("shard")
+    return sf.full_shard("shard").only_on(pipe=int(number) % 2) if name == "blocks" else sf.full_shard("shard")
 
 
 def whole(seed: int = 0) -> Any:

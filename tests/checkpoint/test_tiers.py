@@ -62,7 +62,7 @@ def operations(folder: Path, scratch: Path, depth: int) -> Iterator[tuple[str, C
     """All that makes, reads or writes values on disk, by names; each works on what the last one left."""
     mesh, plan = (
         sf.make_mesh(device="cpu", scratch=scratch, shard=2),
-        sf.full_shard("shard").on(params="disk", state="disk"),
+        sf.full_shard("shard").with_tiers(params="disk", state="disk"),
     )
     kept: dict[str, Any] = {}
 
@@ -177,7 +177,9 @@ def through_disk(folder: Path, scratch: Path) -> list[str]:
     """Loads everything onto disk, and saves it from there; what of it was not there."""
     mesh, wrong = sf.make_mesh(device="cpu", scratch=scratch, replica=2, shard=1), []
     for kind, name in PAIRS:
-        like = everything(1, mesh, PLANS[kind].on(params="disk", grads="disk", state="disk"), OPTIMIZERS[name]())
+        like = everything(
+            1, mesh, PLANS[kind].with_tiers(params="disk", grads="disk", state="disk"), OPTIMIZERS[name]()
+        )
         for donate in (True, False):
             found = checkpoint.load(folder / f"{kind} {name}", like, donate=donate)
             wrong += [f"{kind}, {name}"] * (not all_on_disk(found))
@@ -231,7 +233,7 @@ def resumed(folder: Path, scratch: Path) -> list[bool]:
         params = sf.shard(whole | {"head": {"o": torch.randn(48, 3, generator=g)}}, mesh, plan)
         return {"params": params, "state": optimizer.init(params), "step": 0}
 
-    away = sf.full_shard("shard").on(params="disk", grads="disk", state="disk")
+    away = sf.full_shard("shard").with_tiers(params="disk", grads="disk", state="disk")
     want = run(begun(0, sf.full_shard("shard")), optimizer, 2 * STEPS)
     on = run(begun(0, away), optimizer, STEPS)
     checkpoint.save(folder / "half", on)
@@ -256,7 +258,7 @@ def test_a_run_on_disk_resumes_bit_for_bit(world: World, tmp_path: Path) -> None
 def overwritten(folder: Path, scratch: Path) -> list[bool]:
     """Values change after `save_async` has returned, and before the first of them is written."""
     mesh, go_on = sf.make_mesh(device="cpu", scratch=scratch, shard=2), threading.Event()
-    params = sf.shard(tree(0), mesh, sf.full_shard("shard").on(params="disk"))
+    params = sf.shard(tree(0), mesh, sf.full_shard("shard").with_tiers(params="disk"))
     want, tensor = sf.put(params, "device"), Writer.tensor
 
     def late(*args: Any) -> None:
@@ -289,7 +291,7 @@ def test_what_is_saved_in_the_background_is_as_it_was_though_it_is_overwritten(w
 
 def without_room(folder: Path, scratch: Path) -> Any:
     mesh = sf.make_mesh(device="cpu", scratch=scratch, shard=2)
-    params = sf.shard(tree(0), mesh, sf.full_shard("shard").on(params="disk"))
+    params = sf.shard(tree(0), mesh, sf.full_shard("shard").with_tiers(params="disk"))
     checkpoint.save(folder / "1", params)
     full = OSError(errno.ENOSPC, "No space left on device") if dist.get_rank() == 1 else None
     with mock.patch.object(os, "posix_fallocate", side_effect=full, wraps=os.posix_fallocate):
@@ -312,7 +314,7 @@ def test_a_disk_without_room_for_a_snapshot_is_an_error_on_every_rank(world: Wor
 def cut_short(folder: Path, scratch: Path) -> Any:
     """The file of one rank loses its end while nobody looks."""
     mesh = sf.make_mesh(device="cpu", scratch=scratch, shard=2)
-    params = sf.shard(tree(0), mesh, sf.full_shard("shard").on(params="disk"))
+    params = sf.shard(tree(0), mesh, sf.full_shard("shard").with_tiers(params="disk"))
     want = sf.put(params, "device")
     checkpoint.save(folder / "1", params)
     place = tensors.place_of(params["embed"].values)
@@ -345,7 +347,7 @@ def test_a_file_that_was_cut_off_is_an_error_on_every_rank_and_the_last_checkpoi
 def of_torch(folder: Path, scratch: Path) -> list[bool]:
     """Torch's AdamW onto disk, and a turned file of safetensors, whose elements go to no place in order."""
     mesh = sf.make_mesh(device="cpu", scratch=scratch, shard=2)
-    plan = sf.full_shard("shard").on(params="disk", state="disk")
+    plan = sf.full_shard("shard").with_tiers(params="disk", state="disk")
     whole = {"a": {"w": torch.randn(70, 30, generator=torch.Generator().manual_seed(0))}}
     here, away = sf.shard(whole, mesh, sf.full_shard("shard")), sf.shard(whole, mesh, plan)
     optimizer = so.adamw(0.1)
@@ -376,7 +378,7 @@ class Net(torch.nn.Module):
 def of_modules(folder: Path, scratch: Path) -> list[bool]:
     """Files of a module onto disk, by all ranks and by one, in few bits too, and back; and adapters merged there."""
     mesh = sf.make_mesh(device="cpu", scratch=scratch, shard=2)
-    here, away = sf.full_shard("shard"), sf.full_shard("shard").on(params="disk")
+    here, away = sf.full_shard("shard"), sf.full_shard("shard").with_tiers(params="disk")
     found, stay = [], 0.0
     for name, few in (("plain", False), ("packed", True)):
         model = interop.functional(Net())

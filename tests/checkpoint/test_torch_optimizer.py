@@ -327,7 +327,7 @@ def mixed(seed: int) -> dict[str, Any]:
 
 
 def at_places(path: str, shape: tuple[int, ...]) -> sf.Placement:
-    return sf.full_shard("shard").at(pipe=len(path) % 2)
+    return sf.full_shard("shard").only_on(pipe=len(path) % 2)
 
 
 HFSDP = sf.hfsdp(shard="shard", replica="replica")

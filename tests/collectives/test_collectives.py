@@ -135,7 +135,7 @@ def test_every_dtype_shape_and_layout_is_right_or_refused(name: str, data: st.Da
     n = data.draw(st.sampled_from([2, 4]))
     dtype, layout = data.draw(st.sampled_from(DTYPES)), data.draw(st.sampled_from(LAYOUTS))
     shape, kwargs = data.draw(calls(name, n))
-    found = set(world(n).within(10).run(against_spec, name, dtype, layout, n, shape, kwargs))
+    found = set(world(n).with_deadline(10).run(against_spec, name, dtype, layout, n, shape, kwargs))
     assert len(found) == 1
     allowed = {"right"}
     if dtype not in FLOATS + COMPLEX + [torch.int32, torch.int64] and name not in MOVES:
@@ -192,7 +192,7 @@ def test_a_transpose_pulls_back_what_the_collective_pushes(name: str, to: Any, d
     n = math.prod(sizes[one] for one in ((axis,) if isinstance(axis, str) else axis))
     shape, kwargs = data.draw(calls(name, n, min_size=data.draw(st.integers(0, 1))))
     kwargs = kwargs | ({"to": to} if to else {})
-    found = world(math.prod(sizes.values())).within(10).run(closure, sizes, axis, name, shape, kwargs)
+    found = world(math.prod(sizes.values())).with_deadline(10).run(closure, sizes, axis, name, shape, kwargs)
     pushed, pulled = (sum(one[side] for one in found) for side in ("pushed", "pulled"))
     assert abs(pushed - pulled) <= 1e-12 * max(1, sum(max(one["size"]) for one in found))
     assert worst(one["off"] for one in found) <= 1e-12
@@ -705,4 +705,4 @@ def goes_on_after_an_interrupt(name: str) -> list[float]:
 @pytest.mark.world(4, "processes")
 @pytest.mark.parametrize("name", ["psum", "all_gather", "reduce_scatter", "ppermute", "all_to_all"])
 def test_what_is_under_way_at_an_interrupt_meets_nothing_later(world: World, name: str) -> None:
-    assert world.within(30).run(goes_on_after_an_interrupt, name) == [[0.0, 1.0, 2.0] * 2] * 4
+    assert world.with_deadline(30).run(goes_on_after_an_interrupt, name) == [[0.0, 1.0, 2.0] * 2] * 4

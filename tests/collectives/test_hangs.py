@@ -223,7 +223,7 @@ def differing(programs: list[Callable[[Any], None]]) -> dict[str, tuple[str, str
 
 
 def test_what_differs_is_told_on_every_rank_which_lives_on() -> None:
-    every = world(SIZE).within(120).run(differing, [*DIFFERING])
+    every = world(SIZE).with_deadline(120).run(differing, [*DIFFERING])
     for program, (others, mine) in DIFFERING.items():
         for found in every:
             kind, said, took = found[program.__name__]
@@ -243,13 +243,13 @@ def checked(trees: bool = False) -> tuple[str, str]:
 
 
 def test_a_call_that_is_checked_compares_without_the_mode() -> None:
-    for kind, said in world(SIZE).within(60).run(checked):
+    for kind, said in world(SIZE).with_deadline(60).run(checked):
         assert kind == "collectives"
         assert re.search(rf": ranks 0, 2 have {PSUM}; rank 1 has psum\(torch\.float32 \[3\]\)", said)
 
 
 def test_trees_of_other_keys_are_not_added_up() -> None:
-    for kind, said in world(SIZE).within(60).run(checked, True):
+    for kind, said in world(SIZE).with_deadline(60).run(checked, True):
         assert kind == "collectives"
         assert "ranks 0, 2 have psum(a: torch.float32 [2])" in said
         assert "rank 1 has psum(b: torch.float32 [2])" in said
@@ -471,7 +471,7 @@ def moved_and_compared(name: str) -> tuple[set[Any], set[Any]]:
 
 @pytest.mark.parametrize("name", strategies())
 def test_whatever_a_stage_moves_is_compared_before(name: str) -> None:
-    for moved, compared in world(4).within(60).run(moved_and_compared, name):
+    for moved, compared in world(4).with_deadline(60).run(moved_and_compared, name):
         assert {stage for _, stage, _ in moved} >= {"a", "b"}
         assert compared >= moved
 
@@ -490,7 +490,7 @@ def takes_long(seconds: float) -> list[str]:
 
 
 def test_a_rank_that_computes_is_waited_for_and_named() -> None:
-    every = world(SIZE).within(60).run(takes_long, 6.0)
+    every = world(SIZE).with_deadline(60).run(takes_long, 6.0)
     named = rf"has waited [\d.]+ s for {LATER}: .*rank 1 has not come, and does something else, after {PSUM}"
     for rank in (0, 2):
         assert any(re.search(named, line) for line in every[rank]), every[rank]

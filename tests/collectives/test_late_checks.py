@@ -43,12 +43,12 @@ def met(store: str, names: tuple[str, str], options: dict[str, Any], then: str) 
         params, x = sf.shard(whole, mesh, sf.full_shard("shard")), torch.ones(2, 4, device=device.name)
         sf.value_and_grad(loss("abc", layer))(params, x)  # the stages are compared
         late_checks.late_checks().read(wait=True)
-        device.forget()
+        device.reset_counts()
         sf.value_and_grad(loss(names[rank], layer))(params, x)
         waited = len(device.synchronisations)
         try:
             if then == "called off":
-                late_checks.forget()
+                late_checks.drop_checks()
             if then == "the next steps":
                 for _ in range(4):
                     sf.value_and_grad(loss("abc", layer))(params, x)

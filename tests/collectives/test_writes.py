@@ -121,7 +121,13 @@ def placed(sizes: dict[str, int]) -> dict[str, list[str]]:
     mesh = sf.make_mesh(device="cpu", **sizes)
     whole = {"w": floats(4, 2), "more": {"b": floats(2), "i": torch.arange(3), "none": floats(0)}, "scalar": floats()}
     found = {}
-    for strategy in (sf.full_shard("a"), sf.zero1("a"), sf.shard_grad_op("a"), sf.ddp("a"), sf.full_shard("a").at(b=0)):
+    for strategy in (
+        sf.full_shard("a"),
+        sf.zero1("a"),
+        sf.shard_grad_op("a"),
+        sf.ddp("a"),
+        sf.full_shard("a").only_on(b=0),
+    ):
         size = sf.make_mesh(device="cpu", **sizes, b=1) if strategy.only_at else mesh
         found[f"shard {strategy}"] = changed(lambda tree, s=strategy, m=size: sf.shard(tree, m, s), (whole,))
         params = sf.shard(whole, size, strategy)

@@ -63,7 +63,7 @@ def eigenvalues(strategy: str) -> list[tuple[Tensor, Tensor, list[float], int]]:
 def test_outermost_eigenvalues_are_those_of_the_dense_matrix(world: World, strategy: str) -> None:
     exact = torch.linalg.eigvalsh(dense("hvp"))
     size = float(exact.abs().max())
-    for told in world.within(240).run(eigenvalues, strategy):
+    for told in world.with_deadline(240).run(eigenvalues, strategy):
         for want, (values, errors, residuals, products) in zip(
             (exact[exact.abs().argsort(descending=True)], exact), told, strict=True
         ):
@@ -177,7 +177,7 @@ def _first(A: sc.Operator, _: Any) -> list[Any]:
 @pytest.mark.parametrize("ranks", SIZES[1:])
 def test_densities_are_those_of_the_dense_matrix(world: World, ranks: int) -> None:
     starts = world.run(first_vectors)[0]
-    for values, weights in world.within(240).run(density, "", None):
+    for values, weights in world.with_deadline(240).run(density, "", None):
         assert worst((weights.sum(-1) - 1).abs().tolist()) < 1e-12
         for draw in range(2):
             want, heavy = lanczos(dense("hvp"), starts[draw], 20)
@@ -250,7 +250,7 @@ def estimates() -> Any:
 @two
 def test_traces_are_those_of_the_dense_matrix(world: World) -> None:
     exact = float(dense("ggn").trace())
-    for *rough, fine in world.within(240).run(estimates):
+    for *rough, fine in world.with_deadline(240).run(estimates):
         for value, error in rough:
             assert 0 < error < exact
             assert abs(value - exact) < 4 * error

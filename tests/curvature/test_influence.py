@@ -648,7 +648,7 @@ def test_scores_of_kept_gradients_are_dense_ones_on_any_mesh(tmp_path: Path, str
     for writers, readers in ((1, 4), (2, 1), (4, 2)):
         folder = tmp_path / str(writers)
         for n, write in ((writers, True), (readers, False)):
-            for found in started(n).within(60).run(stored, folder, strategy, write):
+            for found in started(n).with_deadline(60).run(stored, folder, strategy, write):
                 assert worst(found) < 1e-12, (strategy, writers, n)
 
 
@@ -711,7 +711,7 @@ def hostile(folder: Path, which: str, strategy: str, frozen: list[str]) -> list[
 @pytest.mark.parametrize("world", SIZES, indirect=True)
 def test_gradients_of_other_programs_are_kept(world: World, tmp_path: Path, which: str, strategy: str) -> None:
     frozen = {"a convolution": ["s.c"], "odd shapes": ["s.one"]}.get(which, [])
-    for found in world.within(60).run(hostile, tmp_path / "rows", which, strategy, frozen):
+    for found in world.with_deadline(60).run(hostile, tmp_path / "rows", which, strategy, frozen):
         assert worst(found) < 1e-11, found
 
 

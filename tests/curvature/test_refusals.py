@@ -305,7 +305,7 @@ def on_the_first_rank(folder: Path) -> list[Tensor]:
 def test_ranks_without_rows_join_when_groups_are_made(tmp_path: Path) -> None:
     close_worlds()  # so that no rank knows a group
     want = sc.per_example(plain_losses, whole(), *rows(0)).norms
-    (norms,), *others = started(4, "processes").within(60).run(on_the_first_rank, tmp_path)
+    (norms,), *others = started(4, "processes").with_deadline(60).run(on_the_first_rank, tmp_path)
     assert others == [[]] * 3
     torch.testing.assert_close(norms, want)
 

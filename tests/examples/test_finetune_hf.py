@@ -56,12 +56,12 @@ def curves(replica: int, shard: int) -> dict[str, list[float]]:
 
 @functools.cache
 def alone() -> dict[str, list[float]]:
-    return world(1).within(200).run(curves, 1, 1)[0]
+    return world(1).with_deadline(200).run(curves, 1, 1)[0]
 
 
 @pytest.mark.parametrize("cells", [(1, 2), (2, 2)], ids=str)
 def test_the_curve_does_not_depend_on_the_mesh(cells: tuple[int, int]) -> None:
-    first, *others = world(cells[0] * cells[1]).within(200).run(curves, *cells)
+    first, *others = world(cells[0] * cells[1]).with_deadline(200).run(curves, *cells)
     assert all(other == first for other in others), "an invariant loss is the same bits on every rank"
     assert {key.split()[0] for key in first} == set(example.MODELS)
     for key, losses in first.items():
@@ -99,7 +99,7 @@ def of_uneven_rows() -> tuple[list[int], float, float]:
 
 @pytest.mark.world(4)
 def test_the_loss_is_the_mean_over_all_tokens_however_many_a_rank_has(world: World) -> None:
-    for lengths, cut, whole in world.within(200).run(of_uneven_rows):
+    for lengths, cut, whole in world.with_deadline(200).run(of_uneven_rows):
         assert lengths == list(range(3, 11))
         assert abs(cut - whole) < 1e-12
 
@@ -125,7 +125,7 @@ def through_files(folder: str) -> tuple[float, float, float]:
 
 @pytest.mark.world(2)
 def test_what_was_trained_is_read_by_from_pretrained_and_trained_on(world: World, tmp_path: Path) -> None:
-    for off, after, before in world.within(200).run(through_files, str(tmp_path / "model")):
+    for off, after, before in world.with_deadline(200).run(through_files, str(tmp_path / "model")):
         assert off < 1e-12
         assert abs(after - before) < 1e-12
     assert example.write(tmp_path / "model", "def ", 5, 0).startswith("def ")

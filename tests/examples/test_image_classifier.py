@@ -83,7 +83,7 @@ def by_torch(name: str) -> Numbers:
 
 @pytest.mark.parametrize("cells", [(1, 1), (1, 2), (2, 2)], ids=str)
 def test_losses_parameters_and_running_statistics_are_those_of_the_module_by_torch(cells: tuple[int, int]) -> None:
-    for found in world(cells[0] * cells[1]).within(200).run(numbers, *cells):
+    for found in world(cells[0] * cells[1]).with_deadline(200).run(numbers, *cells):
         assert {key.split()[0] for key in found} == set(example.MODELS)
         for key, got in found.items():
             want = by_torch(key.split()[0])
@@ -109,7 +109,7 @@ def saved(folder: str) -> list[tuple[float, float]]:
 
 @pytest.mark.world(2)
 def test_the_module_alone_reads_as_many_digits(world: World, tmp_path: Path) -> None:
-    for found in world.within(200).run(saved, str(tmp_path)):
+    for found in world.with_deadline(200).run(saved, str(tmp_path)):
         assert len(found) == len(example.MODELS)
         for ours, alone in found:
             assert abs(ours - alone) < 1e-6

@@ -25,9 +25,9 @@ def scored(shard: int) -> dict[str, Tensor]:
 
 
 def test_scores_of_files_do_not_depend_on_the_mesh(tmp_path: Path) -> None:
-    wanted = world(1).within(100).run(scored, 1)[0]
+    wanted = world(1).with_deadline(100).run(scored, 1)[0]
     assert (wanted["EK-FAC"].argmax(1) == torch.arange(3)).all()
-    for found in world(2).within(100).run(scored, 2):
+    for found in world(2).with_deadline(100).run(scored, 2):
         for way, values in wanted.items():
             assert (found[way] - values).abs().max() < 1e-6 * values.abs().max()
     influence.draw(wanted, ["f", "A", "p"], tmp_path / "scores.png")

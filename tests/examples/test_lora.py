@@ -26,7 +26,7 @@ def adapted(where: str, n: int) -> Any:
 
 @functools.cache
 def on(world: World, where: str) -> list[Any]:
-    return world.within(60).run(adapted, where, world.size)
+    return world.with_deadline(60).run(adapted, where, world.size)
 
 
 @pytest.mark.parametrize("world", [(1, "processes"), (4, "processes")], indirect=True, ids=["1", "4"])

@@ -35,7 +35,7 @@ def trained(cells: list[tuple[int, int]]) -> list[Any]:
 @pytest.mark.world(4)
 def test_every_mesh_has_the_curve_of_one_process_and_the_bytes_of_the_formula(world: World) -> None:
     wanted = alone()
-    for found in world.within(200).run(trained, [(2, 2), (1, 4), (4, 1)]):
+    for found in world.with_deadline(200).run(trained, [(2, 2), (1, 4), (4, 1)]):
         assert len(found) == 6
         for name, losses, shares, sent, cell in found:
             assert ((losses - wanted[name][0]).abs() / losses).max() < 1e-12, (name, cell)
@@ -45,7 +45,9 @@ def test_every_mesh_has_the_curve_of_one_process_and_the_bytes_of_the_formula(wo
 
 
 def alone() -> dict[str, Any]:
-    found = {name: (losses, shares) for name, losses, shares, *_ in world(1).within(200).run(trained, [(1, 1)])[0]}
+    found = {
+        name: (losses, shares) for name, losses, shares, *_ in world(1).with_deadline(200).run(trained, [(1, 1)])[0]
+    }
     for name, (losses, shares) in found.items():
         assert losses[-1] < losses[0] - 0.1, "nothing was learnt"
         assert abs(shares[:-1].sum().item() - 1) < 1e-6
@@ -60,6 +62,6 @@ def test_tokens_beyond_the_capacity_can_be_refused_on_every_rank(world: World) -
         text = torch.arange(200, dtype=torch.uint8)
         moe.train(replace(TINY, capacity=1, overflow="error"), mesh, text, 1, 0)
 
-    for error in world.within(200).errors(body):
+    for error in world.with_deadline(200).errors(body):
         assert isinstance(error, ValueError)
         assert "beyond the capacity of 1" in str(error)

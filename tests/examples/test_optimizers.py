@@ -21,11 +21,11 @@ def compared(shard: int) -> optimizers.Curves:
 
 
 def test_optimizers_learn_alike_on_any_mesh(tmp_path: Path) -> None:
-    wanted = world(1).within(150).run(compared, 1)[0]
+    wanted = world(1).with_deadline(150).run(compared, 1)[0]
     assert set(wanted) == set(optimizers.optimizers(TINY, 12))
     for name, curve in wanted.items():
         assert curve[-1][1] < curve[0][1] - 0.05, name
-    for found in world(2).within(150).run(compared, 2):
+    for found in world(2).with_deadline(150).run(compared, 2):
         for name, curve in wanted.items():  # Muon orthogonalises in bfloat16; Shampoo's roots amplify rounding
             losses, others = ([loss for _, loss in each] for each in (curve, found[name]))
             assert others == pytest.approx(losses, rel=1e-2 if name == "muon" else 1e-6), name

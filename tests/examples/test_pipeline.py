@@ -46,14 +46,14 @@ def test_the_curve_is_that_of_one_process_and_the_bytes_are_those_of_the_formula
     wanted, of_one_rank = on_one_process()
     assert wanted[-1] < wanted[0] - 0.1, "nothing was learnt"
     assert ((of_one_rank - wanted).abs() / wanted).max() < 1e-12
-    for found in world.within(200).run(cut):
+    for found in world.with_deadline(200).run(cut):
         for cell, (losses, sent, formula) in zip(CELLS, found, strict=True):
             assert ((torch.tensor(losses, dtype=torch.float64) - wanted).abs() / wanted).max() < 1e-12, cell
             assert sent == formula, cell
 
 
 def on_one_process() -> list[torch.Tensor]:
-    return [torch.tensor(losses, dtype=torch.float64) for losses in world(1).within(200).run(alone)[0]]
+    return [torch.tensor(losses, dtype=torch.float64) for losses in world(1).with_deadline(200).run(alone)[0]]
 
 
 def test_the_schedule_is_drawn_slot_by_slot() -> None:
@@ -80,6 +80,6 @@ def test_more_ranks_than_layers_are_refused_on_every_rank() -> None:
         mesh = sf.make_mesh(device="cpu", pipe=4, shard=1)
         pipeline.train(replace(TINY, layers=3), mesh, text(), 1, 0)
 
-    for error in world(4).within(200).errors(body):
+    for error in world(4).with_deadline(200).errors(body):
         assert isinstance(error, ValueError)
         assert "3 layers cannot be shared by 4 ranks" in str(error)

@@ -32,8 +32,8 @@ def trained(strategy: str, replica: int, shard: int) -> Any:
 
 
 def test_private_training_is_the_same_on_any_mesh_and_learns() -> None:
-    (wanted, right), *_ = world(1).within(60).run(trained, "ddp", 1, 1)
+    (wanted, right), *_ = world(1).with_deadline(60).run(trained, "ddp", 1, 1)
     assert right[1] > right[0] > 0.3
     for strategy, replica, shard in (("hybrid_shard", 1, 2), ("hybrid_shard", 2, 2), ("zero1", 2, 2)):
-        for found, _ in world(replica * shard).within(60).run(trained, strategy, replica, shard):
+        for found, _ in world(replica * shard).with_deadline(60).run(trained, strategy, replica, shard):
             assert distance(found, wanted, floor=1.0) < 1e-10

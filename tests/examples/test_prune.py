@@ -19,9 +19,9 @@ def pruned(shard: int) -> dict[str, float]:
 
 
 def test_losses_of_pruned_models_do_not_depend_on_the_mesh() -> None:
-    wanted = world(1).within(100).run(pruned, 1)[0]
+    wanted = world(1).with_deadline(100).run(pruned, 1)[0]
     assert wanted["trained"] < wanted["sparse_gpt"] < wanted["wanda"] < wanted["magnitude"]
-    for found in world(2).within(100).run(pruned, 2):
+    for found in world(2).with_deadline(100).run(pruned, 2):
         assert found == pytest.approx(wanted, rel=1e-8)
 
 

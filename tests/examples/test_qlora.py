@@ -50,11 +50,11 @@ def chain(replica: int, shard: int, out: Path) -> tuple[Rows, float]:
 
 
 def test_adapters_on_four_bits_learn_alike_on_every_mesh_and_are_in_their_files(tmp_path: Path) -> None:
-    ((alone, _),) = world(1).within(200).run(chain, 1, 1, tmp_path / "1")
+    ((alone, _),) = world(1).with_deadline(200).run(chain, 1, 1, tmp_path / "1")
     assert alone["base in 4 bits"].cpp != alone["base"].cpp
     assert alone["adapters on 4 bits"].cpp < alone["base in 4 bits"].cpp - 0.1
     assert alone["adapters on 4 bits"].sent == 0
-    for rows, again in world(4).within(200).run(chain, 2, 2, tmp_path / "4"):
+    for rows, again in world(4).with_deadline(200).run(chain, 2, 2, tmp_path / "4"):
         off = {
             name: [abs(a / b - 1) for a, b in zip(row[1:3], alone[name][1:3], strict=True)]
             for name, row in rows.items()

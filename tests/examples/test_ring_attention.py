@@ -31,7 +31,7 @@ def trained() -> dict[str, Any]:
 def test_the_curve_is_that_of_one_process_and_the_bytes_are_those_of_the_formula(world: World) -> None:
     wanted = alone()
     assert wanted[-1] < wanted[0] - 0.1, "nothing was learnt"
-    for found in world.within(200).run(trained):
+    for found in world.with_deadline(200).run(trained):
         for name, (losses, measured, formula) in found.items():
             assert ((torch.tensor(losses, dtype=torch.float64) - wanted).abs() / wanted).max() < 1e-12, name
             assert measured == formula, name

@@ -88,7 +88,7 @@ def curves(folder: str, replica: int, shard: int) -> list[list[float]]:
 
 @functools.cache
 def alone(folder: str) -> list[float]:
-    return world(1).within(200).run(curves, folder, 1, 1)[0][0]
+    return world(1).with_deadline(200).run(curves, folder, 1, 1)[0][0]
 
 
 @pytest.mark.parametrize("cells", [(1, 2), (2, 2)], ids=str)
@@ -96,7 +96,7 @@ def test_the_curve_does_not_depend_on_the_mesh(folder: str, cells: tuple[int, in
     one = torch.tensor(alone(folder), dtype=torch.float64)
     assert one[STEPS - 1] < one[0], "nothing was learnt"
     assert one[STEPS] < one[STEPS + 1], "the mean place did not become better"
-    first, *others = world(cells[0] * cells[1]).within(200).run(curves, folder, *cells)
+    first, *others = world(cells[0] * cells[1]).with_deadline(200).run(curves, folder, *cells)
     assert all(other == first for other in others)
     for found in first:
         assert ((torch.tensor(found, dtype=torch.float64) - one).abs() / one).max() < 1e-11
@@ -133,7 +133,7 @@ def test_the_loss_the_gradient_and_the_places_are_those_of_one_process(folder: s
     loss = F.cross_entropy(TINY.scale * purposes[:n] @ codes[:n].T, torch.arange(n))
     loss.backward()
     nearer = (purposes @ codes.T >= (purposes * codes).sum(1, keepdim=True) - 1e-12).sum(1)
-    for value, grads, places in world(cells[0] * cells[1]).within(200).run(derivative, folder, *cells):
+    for value, grads, places in world(cells[0] * cells[1]).with_deadline(200).run(derivative, folder, *cells):
         assert abs(value - loss.item()) < 1e-12
         assert torch.equal(places, nearer)
         want = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
@@ -151,7 +151,7 @@ def test_the_loss_is_that_of_sentence_transformers(folder: str) -> None:
     purposes, codes = zip(*data()[: TINY.batch], strict=True)
     features = [model.tokenize(list(texts)) for texts in (purposes, codes)]
     wanted = MultipleNegativesRankingLoss(model, scale=TINY.scale)(features, None)
-    ((value, _, _),) = world(1).within(200).run(derivative, folder, 1, 1)
+    ((value, _, _),) = world(1).with_deadline(200).run(derivative, folder, 1, 1)
     assert abs(value - wanted.item()) < 1e-12
 
 
@@ -170,7 +170,7 @@ def saved(folder: str, out: str) -> Tensor:
 @pytest.mark.world(2)
 def test_the_folder_is_one_of_sentence_transformers(world: World, folder: str, tmp_path: Path) -> None:
     pytest.importorskip("sentence_transformers")
-    ours, again = world.within(200).run(saved, folder, str(tmp_path / "model"))
+    ours, again = world.with_deadline(200).run(saved, folder, str(tmp_path / "model"))
     assert torch.equal(ours, again)
     texts = [text for pair in data()[:5] for text in pair]
     assert max(len(text.split()) for text in texts) > TINY.length, "none is cut"

@@ -34,9 +34,9 @@ def on_two_axes() -> list[Any]:
 
 
 def test_the_curve_is_that_of_one_process_and_the_bytes_are_those_of_the_formula() -> None:
-    wanted = torch.tensor(world(1).within(200).run(alone)[0], dtype=torch.float64)
+    wanted = torch.tensor(world(1).with_deadline(200).run(alone)[0], dtype=torch.float64)
     assert wanted[-1] < wanted[0] - 0.1, "nothing was learnt"
-    for found in world(4).within(200).run(on_two_axes):
+    for found in world(4).with_deadline(200).run(on_two_axes):
         assert len(found) == len(CELLS)
         for cell, (losses, sent, formula) in zip(CELLS, found, strict=True):
             assert ((torch.tensor(losses, dtype=torch.float64) - wanted).abs() / wanted).max() < 1e-12, cell

@@ -171,7 +171,7 @@ def test_a_killed_process_restarts_the_run_which_ends_at_the_same_loss(tmp_path:
     settings = {**os.environ, "OMP_NUM_THREADS": "1", "MPLCONFIGDIR": str(tmp_path), "PYTHONPATH": root}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     options = ["--steps", str(MANY), "--out", str(tmp_path / "killed"), "--resume", "--save-every", "3"]
-    wanted = world(2).within(200).run(uninterrupted)[0]
+    wanted = world(2).with_deadline(200).run(uninterrupted)[0]
     checkpoints = tmp_path / "killed" / "checkpoints"
     run = subprocess.Popen(
         [*torchrun, "--max-restarts", "2", str(program), *options],

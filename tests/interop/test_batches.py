@@ -44,7 +44,7 @@ def of_batches() -> list[float]:
 
 @pytest.mark.world(2, "processes")
 def test_batches_of_tokenizers_are_cut_like_dicts(world: World) -> None:
-    for found in world.within(100).run(of_batches):
+    for found in world.with_deadline(100).run(of_batches):
         assert len(found) == 4
         assert worst(found) < 1e-10
 

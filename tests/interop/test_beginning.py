@@ -132,7 +132,7 @@ def tables() -> dict[str, Any]:
 
 @pytest.mark.world(2, "processes")
 def test_parameters_begin_as_their_classes_do_on_any_mesh(world: World) -> None:
-    for found in world.within(120).run(tables):
+    for found in world.with_deadline(120).run(tables):
         assert {case: wrong for case, wrong in found.items() if wrong} == {}
 
 
@@ -210,7 +210,7 @@ def same(a: Loaded, b: Loaded) -> bool:
 @pytest.mark.world(2, "processes")
 def test_a_head_on_a_model_without_one_is_that_of_its_class(world: World, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    values, checks, told = world.within(120).run(headed, tmp_path)[0]
+    values, checks, told = world.with_deadline(120).run(headed, tmp_path)[0]
     weight = values["classifier.weight"]
     assert all(checks.values()), checks
     assert values["classifier.bias"].eq(0).all()

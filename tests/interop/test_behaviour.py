@@ -113,7 +113,7 @@ def recorded() -> dict[str, dict[str, float]]:
 
 @pytest.mark.world(2, "processes")
 def test_what_models_record_and_drop_is_what_the_module_does(world: World) -> None:
-    for found in world.within(240).run(recorded):
+    for found in world.with_deadline(240).run(recorded):
         assert {case: value for case, value in found.items() if max(value.values()) > 1e-12} == {}
 
 
@@ -166,7 +166,7 @@ def spoken(case: str) -> dict[str, Any]:
 @pytest.mark.parametrize("case", SPEECH)
 @pytest.mark.world(2, "processes")
 def test_models_of_speech_train_as_they_do_alone(world: World, case: str) -> None:
-    for found in world.within(120).run(spoken, case):
+    for found in world.with_deadline(120).run(spoken, case):
         assert found["away"] < 1e-12
         assert found.get("said", True)
 

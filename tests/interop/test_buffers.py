@@ -302,5 +302,5 @@ def of_lengths(rope: str, remat: bool) -> dict[str, float]:
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.world(2, "processes")
 def test_frequencies_follow_the_lengths_of_texts(world: World, rope: str) -> None:
-    for found in world.within(120).run(of_lengths, rope, True):
+    for found in world.with_deadline(120).run(of_lengths, rope, True):
         assert {case: x for case, x in found.items() if not x < 1e-12} == {}

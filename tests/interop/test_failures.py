@@ -123,5 +123,5 @@ def failing(kind: str) -> dict[str, float]:
 @pytest.mark.parametrize("kind", HABITS)
 @pytest.mark.world(2, "processes")
 def test_what_a_failed_call_set_is_taken_back(world: World, kind: str) -> None:
-    for found in world.within(120).run(failing, kind):
+    for found in world.with_deadline(120).run(failing, kind):
         assert {case: x for case, x in found.items() if not x < 1e-12} == {}

@@ -27,7 +27,7 @@ from shardfn import P, checkpoint, interop
 from shardfn.checkpoint import huggingface
 from shardfn.interop import loading, saving
 from shardfn.interop.lazy_tensors import lazy
-from shardfn.shards.boxes import Box, flaw, whole
+from shardfn.shards.boxes import Box, flaw, full_box
 from shardfn.shards.layout import is_flat
 from shardfn.testing import World
 from tests.interop import zoo
@@ -615,7 +615,7 @@ def test_what_is_moved_without_being_joined_is_where_torch_puts_it(seed: int) ->
     box = Box(tuple(low), tuple(r.randrange(1, n - a + 1) for a, n in zip(low, x.shape, strict=True)))
     found = torch.zeros(box.sizes, dtype=torch.float64)
     ours.fill(box, found)
-    assert torch.equal(found, x[box.within(whole(x.shape))].double())
+    assert torch.equal(found, x[box.slices_in(full_box(x.shape))].double())
 
 
 @contextlib.contextmanager
@@ -815,7 +815,7 @@ def larger_vocabulary(root: Path) -> dict[str, Any]:
 
 @pytest.mark.world(2, "processes")
 def test_a_vocabulary_that_grew_keeps_the_rows_of_its_files(world: World, tmp_path: Path) -> None:
-    for found in world.within(100).run(larger_vocabulary, tmp_path):
+    for found in world.with_deadline(100).run(larger_vocabulary, tmp_path):
         assert "of another shape" in found.pop("strict")
         assert "of another shape" in found.pop("wide")
         assert [case for case, right in found.items() if not right] == []

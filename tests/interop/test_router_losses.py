@@ -78,7 +78,7 @@ def trained() -> dict[str, float]:
 
 @pytest.mark.parametrize("world", [(1, "processes"), (2, "processes")], indirect=True)
 def test_a_router_loss_is_that_of_one_process_with_the_same_micro_batches(world: World) -> None:
-    for found in world.within(100).run(trained):
+    for found in world.with_deadline(100).run(trained):
         assert {case: value for case, value in found.items() if not value < 1e-12} == {}
 
 

@@ -105,7 +105,7 @@ def all_steps(kind: str) -> dict[str, float]:
 @pytest.mark.parametrize("kind", BUFFERS)
 @pytest.mark.world(2, "processes")
 def test_buffers_that_are_mutable_are_those_of_the_module(world: World, kind: str) -> None:
-    for found in world.within(150).run(all_steps, kind):
+    for found in world.with_deadline(150).run(all_steps, kind):
         assert {case: x for case, x in found.items() if not x < 1e-12} == {}
 
 
@@ -128,6 +128,6 @@ def test_what_would_be_lost_is_an_error_however_it_is_written(world: World, trai
         **dict.fromkeys(BUFFERS, ("writes into its buffer layers.0.mean",)),
         **dict.fromkeys(PARAMETERS, parameter),
     }
-    for found in world.within(150).run(refused, train):
+    for found in world.with_deadline(150).run(refused, train):
         for case, said in found.items():
             assert any(one in said for one in words[case.partition(",")[0]]), (case, said)

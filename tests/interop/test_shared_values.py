@@ -230,7 +230,7 @@ def right() -> dict[str, float]:
 
 @pytest.mark.parametrize("world", [(1, "processes"), (2, "processes")], indirect=True)
 def test_layers_that_share_their_values_are_right_as_they_are_or_loose(world: World) -> None:
-    for found in world.within(100).run(right):
+    for found in world.with_deadline(100).run(right):
         assert {case: value for case, value in found.items() if not value < 1e-12} == {}
 
 

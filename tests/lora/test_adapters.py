@@ -85,7 +85,7 @@ def test_what_is_computed_is_that_of_the_sum(op: str, kind: Any, dora: bool) -> 
         found: Tensor = OPS[op](meant(weight, adapter), 5, 4, drawn(1)).sin().sum()
         return found
 
-    got = torch.func.grad_and_value(run)(adapter, lambda w, a: a.on(w, training=True))
+    got = torch.func.grad_and_value(run)(adapter, lambda w, a: a.apply_to(w, training=True))
     want = torch.func.grad_and_value(run)(adapter, dense.summed)
     assert distance(got, want) < 1e-12, op
 
@@ -98,7 +98,7 @@ def test_elements_of_a_product_are_those_of_the_whole(data: st.DataObject, kind:
     adapter = lora.Adapter(draw(*a), draw(*b), None, lora.Recipe(kind, 2, 3.0))
     assert adapter.unlike(shape) == ""
     whole = dense.summed(torch.zeros(shape, dtype=torch.float64), adapter)
-    assert distance(adapter.on(torch.zeros_like(whole), True) if kind in BARE else whole, whole) < 1e-14
+    assert distance(adapter.apply_to(torch.zeros_like(whole), True) if kind in BARE else whole, whole) < 1e-14
     sizes = [data.draw(st.integers(1, n)) for n in shape]
     corner = [data.draw(st.integers(0, n - size)) for n, size in zip(shape, sizes, strict=True)]
     start = data.draw(st.integers(0, math.prod(sizes)))
@@ -115,7 +115,7 @@ def test_padding_has_no_gradient_in_the_table_of_an_adapter() -> None:
         return (F.embedding(tokens, weight, padding) + through * adapter.recipe.scale).sin().sum()
 
     def run(adapter: lora.Adapter) -> Tensor:
-        table: Any = adapter.on(weight, training=True)
+        table: Any = adapter.apply_to(weight, training=True)
         return F.embedding(tokens, table, padding).sin().sum()
 
     got, want = torch.func.grad_and_value(run)(adapter), torch.func.grad_and_value(written_out)(adapter)
@@ -127,7 +127,7 @@ def test_everything_else_is_refused() -> None:
     weight, adapter = one("conv1d", False)
     for name, f in REFUSED.items():
         with pytest.raises((TypeError, AttributeError), match=r"adapters know"):
-            f(adapter.on(weight, True), torch.randn(3, 5, dtype=torch.float64))
+            f(adapter.apply_to(weight, True), torch.randn(3, 5, dtype=torch.float64))
         assert name
 
 
@@ -154,7 +154,7 @@ def test_no_matrix_of_the_weights_shape_is_made() -> None:
         a, b, m = (torch.randn(*shape).requires_grad_() for shape in ((2, n), (n, 2), (n,)))
         adapter = lora.Adapter(a, b, m if dora else None, lora.Recipe("linear", 2, 3.0))
         with Largest() as largest:
-            out = linear(x, adapter.on(weight, True))
+            out = linear(x, adapter.apply_to(weight, True))
             torch.autograd.grad(out.sum(), [adapter.a, adapter.b])
         assert largest.found <= 4 * n, dora
 
@@ -164,12 +164,14 @@ def test_dropout_is_of_what_goes_through_the_adapter_alone() -> None:
     adapter.recipe = lora.Recipe("linear", 2, 3.0, dropout=0.5)
     x = torch.ones(2000, 4, dtype=torch.float64)
     torch.manual_seed(0)
-    out = linear(x, adapter.on(weight, training=True))
+    out = linear(x, adapter.apply_to(weight, training=True))
     torch.manual_seed(0)
     want = F.linear(x, weight) + F.dropout(x, 0.5) @ adapter.a.T @ adapter.b.T * 1.5
     assert distance(out, want) < 1e-13
     assert distance(out.mean(0), F.linear(x[0], dense.summed(weight, adapter))) < 0.5
-    assert distance(linear(x, adapter.on(weight, training=False)), linear(x, dense.summed(weight, adapter))) < 1e-13
+    assert (
+        distance(linear(x, adapter.apply_to(weight, training=False)), linear(x, dense.summed(weight, adapter))) < 1e-13
+    )
 
 
 # --- functions of one's own ---

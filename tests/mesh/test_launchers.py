@@ -20,7 +20,7 @@ import torch.distributed as dist
 import shardfn as sf
 from shardfn.mesh import rollcall, start
 from shardfn.mesh.groups import group_over
-from shardfn.mesh.launchers import FIRST_PORT, Start, found, hosts, said_by_job
+from shardfn.mesh.launchers import FIRST_PORT, Start, detect_launcher, hosts, said_by_job
 from shardfn.mesh.make import across
 from shardfn.mesh.rollcall import Card, contradiction, local_rank
 from shardfn.testing import World
@@ -106,12 +106,12 @@ def test_what_is_no_list_of_nodes_is_refused(nodelist: str) -> None:
     ],
 )  # fmt: skip
 def test_a_world_is_found(environ: dict[str, str], expected: Start | None) -> None:
-    assert found(environ, PID) == expected
+    assert detect_launcher(environ, PID) == expected
 
 
 def test_ports_of_a_job_and_its_steps_differ() -> None:
     def port(job: int, step: int) -> int:
-        start = found(SRUN | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}, PID)
+        start = detect_launcher(SRUN | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}, PID)
         assert start is not None
         return start.port
 
@@ -178,7 +178,7 @@ WRONG: list[tuple[dict[str, str], str]] = [
 @pytest.mark.parametrize(("environ", "says"), WRONG, ids=lambda value: value[:50] if isinstance(value, str) else "")
 def test_what_contradicts_itself_is_one_error_that_names_the_fix(environ: dict[str, str], says: str) -> None:
     with pytest.raises(ValueError, match=f"^make_mesh: (?s:.*){says}") as caught:
-        found(environ, PID)
+        detect_launcher(environ, PID)
     assert "\n" not in str(caught.value)
 
 

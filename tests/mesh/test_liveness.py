@@ -98,20 +98,20 @@ def quiet(whose: str) -> str:
 
 def test_a_rank_that_waits_for_a_host_that_has_vanished_says_so() -> None:
     with World(2) as fresh:
-        said, _ = fresh.within(30).run(quiet, "rank 1")
+        said, _ = fresh.with_deadline(30).run(quiet, "rank 1")
     assert said.startswith("rank 0 waited in vain for all_reduce of ")
     assert "over shard: the host of rank 1, 127.0.0.1, has not answered for 11 s. It has gone, or the network" in said
 
 
 def test_a_rank_whose_store_has_vanished_says_so() -> None:
     with World(2) as fresh:
-        said, _ = fresh.within(30).run(quiet, "store")
+        said, _ = fresh.with_deadline(30).run(quiet, "store")
     assert "over shard: the host of the store by which the ranks have met, 10.9.9.9, has not answered for 11 s" in said
 
 
 def test_the_silence_of_others_is_no_reason_to_give_up() -> None:
     with World(2) as fresh:
-        said, other = fresh.within(30).run(quiet, "nobody")
+        said, other = fresh.with_deadline(30).run(quiet, "nobody")
     assert (said, other) == ("it waited", "it came late")
 
 

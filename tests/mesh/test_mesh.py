@@ -110,7 +110,7 @@ def test_axes_in_any_order_on_any_mesh_are_major_to_minor(drawn: Any) -> None:
     order, shape, names, axes = drawn
     ranks = np.array(order).reshape(shape)
     spelled = axes[0] if len(axes) == 1 else axes
-    found = world(4).within(10).run(positions_and_sums, *drawn[:3], spelled)
+    found = world(4).with_deadline(10).run(positions_and_sums, *drawn[:3], spelled)
     for rank, (index, size, gathered, total) in enumerate(found):
         group = ranks_along(ranks, names, axes, rank)
         assert (index, size) == (group.index(rank), len(group))
@@ -205,7 +205,7 @@ def test_ranks_that_made_other_groups_before_still_meet(before: Any) -> None:
         mesh = sf.make_mesh(a=2, b=2, device="cpu")
         return under(mesh, lambda: sf.all_gather(torch.tensor([dist.get_rank()]), ("b", "a")).tolist())
 
-    assert world(4).within(10).run(body) == [[0, 2, 1, 3]] * 4
+    assert world(4).with_deadline(10).run(body) == [[0, 2, 1, 3]] * 4
 
 
 def test_two_meshes_on_the_same_ranks_do_not_mix() -> None:

@@ -183,7 +183,7 @@ def in_a_pool(jobs: int) -> Any:
 
 
 def test_ranks_meet_whichever_threads_of_a_pool_they_use() -> None:
-    assert world(2).within(20).run(in_a_pool, 6) == [[2.0 * n * n for n in range(6)]] * 2
+    assert world(2).with_deadline(20).run(in_a_pool, 6) == [[2.0 * n * n for n in range(6)]] * 2
 
 
 def two_of_one_lane() -> Any:
@@ -207,7 +207,7 @@ def two_of_one_lane() -> Any:
 
 
 def test_threads_that_ranks_cannot_tell_apart_do_not_run_stages_at_once() -> None:
-    for found, wanted, refusal in world(2).within(30).run(two_of_one_lane):
+    for found, wanted, refusal in world(2).with_deadline(30).run(two_of_one_lane):
         assert abs(found - wanted) < 1e-13
         assert "run stages at the same time" in refusal
         assert "threading.Thread(name=...)" in refusal
@@ -245,12 +245,12 @@ def called_by_threads(names: list[str | None]) -> Any:
 
 
 def test_threads_with_names_share_a_function_that_another_thread_has_made() -> None:
-    for found in world(2).within(30).run(called_by_threads, ["train", "evaluate"]):
+    for found in world(2).with_deadline(30).run(called_by_threads, ["train", "evaluate"]):
         assert found == {k: [200.0 * k + 2 * i for i in range(3)] for k in range(2)}
 
 
 @pytest.mark.parametrize("name", [None, "work"])
 def test_threads_that_ranks_cannot_tell_apart_do_not_call_them(name: str | None) -> None:
-    for found in world(2).within(30).run(called_by_threads, [name, name]):
+    for found in world(2).with_deadline(30).run(called_by_threads, [name, name]):
         for k in range(2):
             assert "live at the same time, and other ranks cannot tell them apart" in found[k]

@@ -147,7 +147,7 @@ def program(name: str) -> Any:
 @pytest.mark.parametrize(("size", "name"), [*((2, name) for name in PROGRAMS), (3, "one stage more"), (3, "psum")])
 def test_programs_that_cannot_meet_end_with_an_error_on_every_rank(size: int, name: str) -> None:
     with pytest.raises(WorldError) as caught:
-        world(size).within(30).run(program, name)
+        world(size).with_deadline(30).run(program, name)
     _, _, mine, other = PROGRAMS[name]
     for rank, failure in caught.value.failures.items():
         assert failure.how == "raised", f"rank {rank}: {failure}"
@@ -216,7 +216,7 @@ def test_a_wrong_batch_in_the_middle_of_a_run_is_named_on_every_rank() -> None:
 @pytest.mark.parametrize("name", ENDINGS)
 def test_a_rank_that_waits_for_one_that_has_gone_says_so(name: str) -> None:
     with World(2) as fresh, pytest.raises(WorldError) as caught:
-        fresh.within(30).run(program, name)
+        fresh.with_deadline(30).run(program, name)
     assert caught.value.failures[0].how == "raised", caught.value.failures[0]
     said = caught.value.failures[0].message
     assert ENDINGS[name][2] in said
@@ -323,7 +323,7 @@ def only_slow() -> list[str]:
 
 
 def test_ranks_that_are_only_slow_are_waited_for_with_a_word() -> None:
-    for rank, said in enumerate(world(3).within(40).run(only_slow)):
+    for rank, said in enumerate(world(3).with_deadline(40).run(only_slow)):
         assert any(f"rank {rank} has waited" in line and "of 'a' over shard" in line for line in said), said
         assert not any("in vain" in line for line in said)
 
@@ -374,7 +374,7 @@ def two_threads_that_cross() -> Any:
 
 
 def test_threads_that_wait_for_late_ones_are_not_given_up() -> None:
-    assert world(2).within(30).run(two_threads_that_cross) == [{"one": 6.0, "two": 6.0}] * 2
+    assert world(2).with_deadline(30).run(two_threads_that_cross) == [{"one": 6.0, "two": 6.0}] * 2
 
 
 # --- what follows from what ranks have told, alone ---

@@ -115,7 +115,7 @@ def moved(folder: str) -> list[Any]:
 @pytest.mark.world(4)
 def test_few_bits_are_the_same_on_any_cut_and_move_to_any_other(world: World, tmp_path: Path) -> None:
     """Bit for bit: as many ranks as there are, a block has one scale."""
-    assert world.within(240).run(moved, str(tmp_path)) == [[]] * 4
+    assert world.with_deadline(240).run(moved, str(tmp_path)) == [[]] * 4
 
 
 @pytest.mark.parametrize("make", [so.sgd, so.adam, so.adamw, so.lion])
@@ -435,7 +435,7 @@ def through_a_step(name: str) -> list[float]:
 @pytest.mark.world(4)
 @pytest.mark.parametrize("name", ["adamw8bit", "bfloat16"])
 def test_a_derivative_goes_through_a_step_on_any_cut(world: World, name: str) -> None:
-    assert worst(itertools.chain(*world.within(60).run(through_a_step, name))) < 1e-10
+    assert worst(itertools.chain(*world.with_deadline(60).run(through_a_step, name))) < 1e-10
 
 
 # --- what is refused ---

@@ -208,7 +208,7 @@ def test_the_reference_clips_some_steps_and_moves_all() -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("world", SIZES, indirect=True)
 def test_steps_are_the_papers(world: World, strategy: str) -> None:
-    for apart, _ in world.within(60).run(by_ranks, strategy, {}):
+    for apart, _ in world.with_deadline(60).run(by_ranks, strategy, {}):
         assert apart < 1e-9
 
 
@@ -216,7 +216,7 @@ def test_steps_are_the_papers(world: World, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["full_shard", "zero1"])
 @two
 def test_options(world: World, strategy: str, options: dict[str, Any]) -> None:
-    for apart, changed in world.within(60).run(by_ranks, strategy, options):
+    for apart, changed in world.with_deadline(60).run(by_ranks, strategy, options):
         assert apart < 1e-9
         assert changed == 0
 
@@ -224,7 +224,7 @@ def test_options(world: World, strategy: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("wrap", [name for name in WRAPPERS if name != "nothing"])
 @two
 def test_inside_of_other_optimizers(world: World, wrap: str) -> None:
-    for apart, _ in world.within(60).run(by_ranks, "full_shard", {}, wrap):
+    for apart, _ in world.with_deadline(60).run(by_ranks, "full_shard", {}, wrap):
         assert apart < 1e-9
 
 
@@ -258,7 +258,7 @@ def gradient_like(ps: Any, mesh: Any) -> Any:
 @pytest.mark.parametrize("strategy", ["full_shard", "zero1", "hybrid_shard"])
 @pytest.mark.parametrize("world", SIZES, indirect=True)
 def test_a_stage_without_a_gradient_stays_and_others_go_on(world: World, strategy: str) -> None:
-    for apart in world.within(60).run(without, strategy):
+    for apart in world.with_deadline(60).run(without, strategy):
         assert worst(apart) < 1e-12
 
 
@@ -326,7 +326,7 @@ def saved(folder: Path, strategy: str, first: bool) -> float:
 
 def test_a_checkpoint_goes_on_on_another_mesh_between_two_inversions(tmp_path: Path) -> None:
     for n, strategy, first in ((4, "hybrid_shard", True), (2, "zero1", False), (1, "ddp", False)):
-        for apart in started(n).within(60).run(saved, tmp_path / "state", strategy, first):
+        for apart in started(n).with_deadline(60).run(saved, tmp_path / "state", strategy, first):
             assert apart < 1e-9
 
 

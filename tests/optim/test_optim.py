@@ -158,7 +158,7 @@ def compare(strategy: str, names: list[str], n: int) -> Any:
 )
 @pytest.mark.parametrize("strategy", list(STRATEGIES))
 def test_every_optimizer_with_every_strategy_trains_as_one_process(world: World, strategy: str) -> None:
-    for found in world.within(120).run(compare, strategy, list(OPTIMIZERS), world.size):
+    for found in world.with_deadline(120).run(compare, strategy, list(OPTIMIZERS), world.size):
         assert not {name: d for name, d in found.items() if not d < ROUNDING.get(name[0], 1e-10)}
 
 
@@ -271,7 +271,7 @@ def by_backward(name: str, strategy: str) -> float:
 @pytest.mark.parametrize("strategy", ["full_shard", "zero1", "hfsdp"])
 @pytest.mark.parametrize("name", ["adamw-masked", "muon", "adafactor", "rmsprop of torch"])
 def test_parameters_may_be_leaves_of_autograd(world: World, name: str, strategy: str) -> None:
-    assert worst(world.within(60).run(by_backward, name, strategy)) < 1e-10
+    assert worst(world.with_deadline(60).run(by_backward, name, strategy)) < 1e-10
 
 
 # --- state cut further ---
@@ -302,7 +302,7 @@ def cut_further(name: str, replicated: bool) -> tuple[float, float]:
     "name", ["adamw-masked", "adafactor", "lamb", "muon", "soap", "rmsprop of torch", "everything"]
 )
 def test_shard_state_cuts_the_state_of_any_optimizer(world: World, name: str, replicated: bool) -> None:
-    for d, share in world.within(60).run(cut_further, name, replicated):
+    for d, share in world.with_deadline(60).run(cut_further, name, replicated):
         assert d < ROUNDING.get(name, 1e-10)
         slots = {"adamw-masked": 2, "everything": 4}.get(name)
         assert slots is None or share == slots / (4 if replicated else 2)
@@ -376,7 +376,7 @@ def through_updates(name: str, strategy: str, n: int) -> dict[str, float]:
 @pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard", "ddp", "zero1", "hfsdp"])
 @pytest.mark.parametrize("name", list(META))
 def test_a_meta_gradient_goes_through_two_steps(world: World, name: str, strategy: str) -> None:
-    for found in world.within(60).run(through_updates, name, strategy, world.size):
+    for found in world.with_deadline(60).run(through_updates, name, strategy, world.size):
         assert worst(found.values()) < 1e-11, found
 
 
@@ -707,7 +707,7 @@ def of_any_kind(n: int) -> list[Any]:
     "world", [(1, "processes"), (2, "processes"), (4, "processes")], indirect=True, ids=["1", "2", "4"]
 )
 def test_every_optimizer_takes_parameters_of_any_size_and_kind(world: World) -> None:
-    assert world.within(120).run(of_any_kind, world.size) == [[]] * world.size
+    assert world.with_deadline(120).run(of_any_kind, world.size) == [[]] * world.size
 
 
 # --- arguments that do not belong together ---
@@ -718,7 +718,7 @@ def ones(flat: Any, rank: int) -> Any:
 
     def one(node: sf.FlatShard) -> sf.FlatShard:
         fine = node.layout.state_layout
-        return sf.FlatShard(torch.ones(fine.held(rank), dtype=node.values.dtype), fine)
+        return sf.FlatShard(torch.ones(fine.num_elements_on(rank), dtype=node.values.dtype), fine)
 
     return optree.tree_map(one, flat, is_leaf=lambda x: type(x) is sf.FlatShard)
 
@@ -796,9 +796,9 @@ def mistaken(strategy: sf.Placement, names: list[str], steps: list[int]) -> list
 @pytest.mark.world(2)
 def test_a_step_refuses_what_does_not_belong_together(world: World) -> None:
     every = [*OPTIMIZERS, *WRAPPERS]
-    assert world.within(90).run(mistaken, STRATEGIES["hybrid_shard"], every, [1]) == [[], []]
+    assert world.with_deadline(90).run(mistaken, STRATEGIES["hybrid_shard"], every, [1]) == [[], []]
     few = ["sgd-nesterov", "muon", "everything"]
-    assert world.within(90).run(mistaken, STRATEGIES["zero1"], few, [0, 1]) == [[], []]
+    assert world.with_deadline(90).run(mistaken, STRATEGIES["zero1"], few, [0, 1]) == [[], []]
 
 
 def test_a_swapped_call_is_noticed_wherever_the_parameters_are_known() -> None:
@@ -999,7 +999,7 @@ def by_owners(strategy: Any, everyone: bool) -> tuple[float, int]:
     values = [unit.values for unit in known.each]
     made = (on_everyone if everyone else on_owner)(known.each, values, whitened, muon_cost)
     calls = len(CALLS)
-    got = sf.unshard(known.like(made))["stage"]
+    got = sf.unshard(known.with_values(made))["stage"]
     wanted = {name: whitened(None, x) for name, x in whole.items()}
     return max((got[name] - x).abs().max().item() for name, x in wanted.items() if x.numel()), calls
 
@@ -1052,7 +1052,7 @@ def with_other_numbers(strategy: str, rates: dict[str, Any]) -> str:
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "zero1"])
 @pytest.mark.parametrize("rates", [{"lr": 1e-3}, {"lr": 1e-2, "weight_decay": 0.3}, {"lr": 1e-2}], ids=str)
 def test_an_optimizer_with_other_numbers_on_a_rank_is_an_error(strategy: str, rates: dict[str, Any]) -> None:
-    found = world(2).within(60).run(with_other_numbers, strategy, rates)
+    found = world(2).with_deadline(60).run(with_other_numbers, strategy, rates)
     assert len(set(found)) == 1
     if rates == {"lr": 1e-2}:
         assert found[0] == "it was done"

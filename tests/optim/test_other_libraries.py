@@ -159,7 +159,7 @@ def on_shards(libraries: list[str], folder: str) -> list[Any]:
 def test_optimizers_of_other_libraries_run_on_shards(world: World, tmp_path: Path) -> None:
     for name in THEIRS:
         library(name)
-    for found in world.within(120).run(uncompiled, on_shards, list(THEIRS), str(tmp_path)):
+    for found in world.with_deadline(120).run(uncompiled, on_shards, list(THEIRS), str(tmp_path)):
         for (off, share, (plainly, by_rank)), name in zip(
             found, [name for name in THEIRS for _ in range(2)], strict=True
         ):
@@ -194,7 +194,7 @@ def rounding_at_random() -> dict[str, str]:
 @pytest.mark.world(2)
 def test_random_numbers_of_other_libraries_are_not_for_copies(world: World) -> None:
     library("torchao")
-    first, second = world.within(120).run(uncompiled, rounding_at_random)
+    first, second = world.with_deadline(120).run(uncompiled, rounding_at_random)
     assert first == second
     assert "AdamW8bit draws random numbers" in first["ddp, theirs"]
     assert "w is the same over 'replica'" in first["ddp, theirs"]

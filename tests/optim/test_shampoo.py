@@ -459,7 +459,7 @@ def compared(name: str, part: int, strategy: str, n: int) -> dict[str, float]:
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("name", MAKE)
 def test_programs_train_as_one_process(world: World, name: str, part: int, strategy: str) -> None:
-    for found in world.within(60).run(compared, name, part, strategy, world.size):
+    for found in world.with_deadline(60).run(compared, name, part, strategy, world.size):
         assert not {program: x for program, x in found.items() if not x < 1}
 
 
@@ -581,7 +581,7 @@ def elsewhere(name: str, sizes: dict[str, int]) -> float:
         return [{"w": normal(6, 10, seed=i), "v": normal(10, 7, seed=i), "n": normal(6, seed=i)} for i in range(2)]
 
     def placed(path: str, shape: tuple[int, ...]) -> sf.Placement:
-        return sf.hybrid_shard(shard="shard", replica="replica").at(pipe=int(path[0]) % sizes["pipe"])
+        return sf.hybrid_shard(shard="shard", replica="replica").only_on(pipe=int(path[0]) % sizes["pipe"])
 
     flat = sf.shard(whole(), sf.make_mesh(device="cpu", **sizes), placed, specs=SPECS)
     return distance(sf.unshard(trained(MAKE[name](), flat, each)[0]), trained(MAKE[name](), whole(), each)[0])

@@ -125,7 +125,7 @@ def test_with_hutchinsons_estimate_any_number_of_ranks_trains_alike() -> None:
     wanted = trained(plainly, copied(scaled()), rows, rows.numel(), ())
     assert distance(wanted, scaled()) > 1e-3
     for n, strategy in ((1, "full_shard"), (2, "full_shard"), (4, "hybrid_shard"), (4, "zero1"), (4, "hfsdp")):
-        for got in world(n).within(60).run(by_ranks, strategy, n):
+        for got in world(n).with_deadline(60).run(by_ranks, strategy, n):
             assert distance(got, wanted) < 1e-10, (n, strategy)
 
 

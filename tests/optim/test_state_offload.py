@@ -84,7 +84,7 @@ def differences(folder: str, names: list[str]) -> list[str]:
         for kind, strategy in {"full": sf.full_shard("data"), "zero1": sf.zero1("data"), "ddp": sf.ddp("data")}.items():
             want, *_ = trained(mesh, strategy, OPTIMIZERS[name])
             for tiers in TIERS if kind == "full" else [ALL]:
-                got, state, params = trained(mesh, strategy.on(**tiers), OPTIMIZERS[name])
+                got, state, params = trained(mesh, strategy.with_tiers(**tiers), OPTIMIZERS[name])
                 if not all(map(torch.equal, optree.tree_leaves(got), optree.tree_leaves(want))):
                     wrong.append(f"{name}, {kind}, {tiers}: other numbers")
                 for what, tree in (("params", params), ("state", state)):
@@ -97,12 +97,12 @@ def differences(folder: str, names: list[str]) -> list[str]:
 @pytest.mark.world(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_are_the_same_wherever_things_are_kept(world: World, name: str, tmp_path: Path) -> None:
-    assert world.within(240).run(differences, str(tmp_path), [name]) == [[], []]
+    assert world.with_deadline(240).run(differences, str(tmp_path), [name]) == [[], []]
 
 
 def refusals(folder: str) -> dict[str, str]:
     mesh = sf.make_mesh(device="cpu", scratch=folder, data=-1)
-    params = sf.shard(parameters(), mesh, sf.full_shard("data").on(state="disk"))
+    params = sf.shard(parameters(), mesh, sf.full_shard("data").with_tiers(state="disk"))
     adamw = so.adamw(1e-2)
     state = adamw.init(params)
     moved = optree.tree_map(lambda x: x * 2 if isinstance(x, Tensor) else x, state)
@@ -127,7 +127,7 @@ def test_a_state_that_has_left_its_tier_is_refused(world: World, tmp_path: Path)
 
 def one_disk_is_full(folder: str) -> str:
     mesh = sf.make_mesh(device="cpu", scratch=folder, data=-1)
-    params = sf.shard(parameters(), mesh, sf.full_shard("data").on(state="disk"))
+    params = sf.shard(parameters(), mesh, sf.full_shard("data").with_tiers(state="disk"))
     if mesh.get_rank() == 1:
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -149,7 +149,7 @@ def test_every_rank_hears_of_a_disk_that_is_full(world: World, tmp_path: Path) -
 def rooms(folder: str) -> tuple[int, int, int]:
     """Bytes of the file of gradients: made with the parameters, after a step, and what gradients take."""
     mesh = sf.make_mesh(device="cpu", scratch=folder, data=-1)
-    params = sf.shard(parameters(), mesh, sf.full_shard("data").on(grads="disk"))
+    params = sf.shard(parameters(), mesh, sf.full_shard("data").with_tiers(grads="disk"))
     file = placing.file_of(mesh, "grads")
     before = file.nbytes
     used = 0
@@ -169,7 +169,7 @@ def test_room_for_gradients_is_made_with_the_parameters(world: World, tmp_path: 
 def mapped(folder: str) -> tuple[bool, bool]:
     """Whether parameters that were mapped over are on disk, before a step and after it."""
     mesh = sf.make_mesh(device="cpu", scratch=folder, data=-1)
-    params = sf.shard(parameters(), mesh, sf.full_shard("data").on(params="disk"))
+    params = sf.shard(parameters(), mesh, sf.full_shard("data").with_tiers(params="disk"))
     optimizer = so.adamw(1e-2)
     state, params = optimizer.init(params), optree.tree_map(lambda x: x * 2, params)
     before = any(map(on_disk, optree.tree_leaves(params)))

@@ -112,7 +112,7 @@ def differences() -> dict[Any, float]:
 
 @pytest.mark.parametrize("world", [(2, "processes"), (4, "processes")], indirect=True, ids=["2", "4"])
 def test_every_derivative_is_that_of_one_process(world: World) -> None:
-    for found in world.within(100).run(differences):
+    for found in world.with_deadline(100).run(differences):
         assert len(found) == 6 * 12
         wrong = {cell: worst for cell, worst in found.items() if not worst < 1e-12}
         assert not wrong
@@ -398,7 +398,7 @@ def by_kernel(kernel: str) -> dict[Any, float]:
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("world", [2, 4], indirect=True)
 def test_a_ring_of_gpu_kernels_is_attention(world: World, kernel: str) -> None:
-    for found in world.within(100).run(by_kernel, kernel):
+    for found in world.with_deadline(100).run(by_kernel, kernel):
         assert len(found) == 12
         assert not {cell: worst for cell, worst in found.items() if not worst < 1e-12}
 
@@ -465,7 +465,7 @@ def goes_on_after(name: str, error: type[BaseException]) -> list[Any]:
 @pytest.mark.parametrize("name", ["attention", "attention_backward"])
 def test_a_ring_that_fails_in_the_middle_leaves_nothing_under_way(world: World, name: str, error: Any) -> None:
     wanted = plain(*drawn(HEADS), causal=True).square().sum().item()
-    for first, failed, then in world.within(30).run(goes_on_after, name, error):
+    for first, failed, then in world.with_deadline(30).run(goes_on_after, name, error):
         assert failed == "in the middle"
         assert first == then == pytest.approx(wanted, rel=1e-12)
 

@@ -99,7 +99,7 @@ def every_derivative() -> dict[Any, float]:
 
 @either
 def test_cut_matrices_have_the_derivatives_of_whole_ones(world: World) -> None:
-    for found in world.within(100).run(every_derivative):
+    for found in world.with_deadline(100).run(every_derivative):
         assert len(found) == 16
         assert not {cell: worst for cell, worst in found.items() if not worst < 1e-12}
 
@@ -197,7 +197,7 @@ def with_a_common_part() -> dict[Any, float]:
     "world", [(1, "alone"), (2, "processes"), (4, "processes")], indirect=True, ids=["1", "2", "4"]
 )
 def test_what_logits_have_in_common_costs_no_digits(world: World) -> None:
-    for found in world.within(60).run(with_a_common_part):
+    for found in world.with_deadline(60).run(with_a_common_part):
         assert len(found) == 4 * 2 * 2 * 5
         # In units of one rounding, of which sums have several, in an order that depends on the processor.
         assert not {cell: worst for cell, worst in found.items() if not worst < 4}
@@ -253,7 +253,7 @@ def heard_on_a_device() -> dict[str, Any]:
         w = torch.ones(4, 4, device=device.name)
         for name, (call, _) in OUTSIDE.items():
             call(w, 3)
-            device.forget()
+            device.reset_counts()
             out = call(w, 4)
             waits = device.synchronisations
             torch.get_device_module(device.name).synchronize()

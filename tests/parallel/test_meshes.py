@@ -224,7 +224,7 @@ def test_three_axes_at_once_train_as_one_process(world: World) -> None:
 
     steps, after = trained(sf.init(train_nd.init(CONFIG), 0), alone)
     for cut in (("replica", "shard", "tensor"), ("shard", "tensor", "pipe")):
-        for found, left in world.within(120).run(trained_on, dict.fromkeys(AXES, 1) | dict.fromkeys(cut, 2)):
+        for found, left in world.with_deadline(120).run(trained_on, dict.fromkeys(AXES, 1) | dict.fromkeys(cut, 2)):
             for number, ((value, got), (loss, gradient)) in enumerate(zip(found, steps, strict=True)):
                 assert abs(value / loss - 1) < 1e-12, (cut, number)
                 assert furthest(got, gradient) < 1e-12, (cut, number)

@@ -105,7 +105,7 @@ def differences(shares: Shares) -> dict[Any, float]:
 @either
 @pytest.mark.parametrize("shares", [EVEN, FEW], ids=["even", "few or none"])
 def test_mixtures_are_those_of_one_process_whatever_tokens_ranks_have(world: World, shares: Shares) -> None:
-    for found in world.within(100).run(differences, shares):
+    for found in world.with_deadline(100).run(differences, shares):
         assert len(found) == len(shares) * 9
         assert not {cell: worst for cell, worst in found.items() if not worst < 1e-12}
 
@@ -143,7 +143,7 @@ def in_parts() -> dict[str, float]:
 
 @pytest.mark.world(2)
 def test_a_rank_with_fewer_rows_has_an_empty_part(world: World) -> None:
-    for found in world.within(60).run(in_parts):
+    for found in world.with_deadline(60).run(in_parts):
         assert len(found) == 4
         assert worst(found.values()) < 1e-12, found
 

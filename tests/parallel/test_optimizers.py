@@ -40,7 +40,7 @@ def trained(sizes: dict[str, int]) -> dict[str, float]:
     mesh, found = sf.make_mesh(device="cpu", **sizes), {}
 
     def placed(path: str, shape: tuple[int, ...]) -> sf.Placement:
-        return sf.hybrid_shard(shard="shard", replica="replica").at(pipe=int(path[0]) % sizes["pipe"])
+        return sf.hybrid_shard(shard="shard", replica="replica").only_on(pipe=int(path[0]) % sizes["pipe"])
 
     for name, make in OPTIMIZERS.items():
         opt, plain, params = make(), whole(), sf.shard(whole(), mesh, placed, specs=SPECS)

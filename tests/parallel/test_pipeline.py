@@ -105,7 +105,7 @@ def differences() -> dict[Any, float]:
 
 @either
 def test_every_derivative_is_that_of_one_process(world: World) -> None:
-    for found in world.within(100).run(differences):
+    for found in world.with_deadline(100).run(differences):
         assert len(found) == 2 * (12 + 6)
         assert not {cell: worst for cell, worst in found.items() if not worst < 1e-12}
 
@@ -209,7 +209,7 @@ def failing(where: str) -> Any:
     ],
 )  # fmt: skip
 def test_what_fails_on_one_rank_is_an_error_on_all(world: World, where: str, words: list[str]) -> None:
-    for error in world.within(20).errors(failing, where):
+    for error in world.with_deadline(20).errors(failing, where):
         assert isinstance(error, (ValueError, TypeError, KeyError, RuntimeError))
         assert all(word in str(error) for word in words), str(error)
 
@@ -327,7 +327,7 @@ def ragged() -> dict[Any, float]:
 
 @either
 def test_what_passes_may_differ_from_message_to_message(world: World) -> None:
-    for found in world.within(100).run(ragged):
+    for found in world.with_deadline(100).run(ragged):
         assert len(found) == len(CASES) * (3 * 4 + 1)
         assert not {cell: worst for cell, worst in found.items() if not worst < 1e-12}
 
@@ -447,7 +447,7 @@ def failures() -> Any:
 
 @either
 def test_what_fails_after_a_good_call_is_an_error_on_all_and_leaves_nothing_behind(world: World) -> None:
-    for good, bad in world.within(240).run(failures):
+    for good, bad in world.with_deadline(240).run(failures):
         assert not bad
         assert good == 2 * 2 * len(WRONG) - 2 - 2 * (3 + 1)
 
@@ -472,7 +472,7 @@ def killed() -> None:
 @pytest.mark.world(4)
 def test_a_process_that_is_killed_is_an_error_on_all_others(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(errors, "GRACE", 20.0)  # ranks have as long after that as they have here at all
-    for rank, error in enumerate(world.within(30).errors(killed)):
+    for rank, error in enumerate(world.with_deadline(30).errors(killed)):
         if rank == 1:
             assert isinstance(error, ChildProcessError)
         else:
@@ -625,7 +625,7 @@ def habits() -> dict[Any, str]:
 
 @either
 def test_a_tensor_that_is_on_its_way_must_not_change(world: World) -> None:
-    for found in world.within(30).run(habits):
+    for found in world.with_deadline(30).run(habits):
         assert len(found) == 6
         # A buffer that is kept also becomes a result of what a micro-batch before was given.
         kept = ("changed in place", "not among its arguments")
@@ -654,7 +654,7 @@ def closures() -> dict[str, str]:
 
 @either
 def test_what_a_part_closes_over_is_no_silent_loss(world: World) -> None:
-    for found in world.within(30).run(closures):
+    for found in world.with_deadline(30).run(closures):
         assert len(found) == 5
         assert not {way: told for way, told in found.items() if "not among its arguments" not in told}
 

@@ -74,14 +74,18 @@ TABLES = {
     "the same along pipe": sf.hybrid_shard(shard="shard", replica="pipe"),
     "whole": sf.ddp(("pipe", "shard")),
     "gradients cut": sf.zero1(("shard", "pipe")),
-    "kept for the step": sf.hybrid_shard(shard="shard", replica="pipe").resharding("step"),
+    "kept for the step": sf.hybrid_shard(shard="shard", replica="pipe").with_reshard("step"),
 }
 OPTIONS: list[dict[str, Any]] = [{}, {"remat": True}, {"schedule": "gpipe"}]
 
 
 def placed(params: Params, mesh: Any, table: Any, **options: Any) -> Params:
     """Each block where it is used; with no strategy for the table, all parameters on all ranks along the pipe."""
-    placements = {"table": table, "0": sf.full_shard("shard").at(pipe=0), "1": sf.full_shard("shard").at(pipe=1)}
+    placements = {
+        "table": table,
+        "0": sf.full_shard("shard").only_on(pipe=0),
+        "1": sf.full_shard("shard").only_on(pipe=1),
+    }
 
     def strategy(path: str, shape: tuple[int, ...]) -> sf.Placement:
         return placements[path.split(".")[-2]] if table else TABLES["the same along pipe"]
@@ -150,6 +154,6 @@ def along_the_pipe() -> None:
 
 @pytest.mark.world(2)
 def test_one_that_is_cut_along_the_pipe_is_refused_on_every_rank(world: World) -> None:
-    for error in world.within(20).errors(along_the_pipe):
+    for error in world.with_deadline(20).errors(along_the_pipe):
         assert isinstance(error, RuntimeError)
         assert "gathering 'table': ranks along 'pipe' run independently" in str(error)

@@ -178,7 +178,7 @@ def offloaded_training_is_bit_for_bit_the_same(folder: Path) -> None:
     both: dict[str, Any] = {"grads": "disk", "state": "disk"}
     host: dict[str, Any] = {"params": "host", "state": "host"}
     for tiers in (both, {"state": "disk"}, {"params": "disk"}, both | {"params": "disk"}, host):
-        model, params, *_ = adam(sf.full_shard("shard").on(**tiers), folder)
+        model, params, *_ = adam(sf.full_shard("shard").with_tiers(**tiers), folder)
         got = model.state_dict(params)
         assert all(torch.equal(got[name], x) for name, x in want.items()), tiers
 

@@ -90,7 +90,7 @@ TRAINED: dict[str, dict[str, Any]] = {
     "clipped by the norm": {"optimizers": MOMENTUM, "limit": (0.1, 2.0)},
     "clipped by the sum": {"optimizers": MOMENTUM, "limit": (0.3, 1.0)},
     "clipped by the largest": {"optimizers": MOMENTUM, "limit": (0.01, float("inf"))},
-    "gathered once a step": {"strategy": sf.full_shard(DATA).resharding("step")},
+    "gathered once a step": {"strategy": sf.full_shard(DATA).with_reshard("step")},
     "small parameters whole": {"strategy": sf.uncut(sf.full_shard(DATA), below=20)},
     "strategies by path": {"strategy": lambda path, shape: sf.full_shard(DATA) if "weight" in path else sf.ddp(DATA)},
     **{f"strategy {name}": {"strategy": one} for name, one in STRATEGIES.items() if name != "hybrid_shard"},

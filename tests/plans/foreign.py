@@ -66,7 +66,7 @@ def pipeline(schedule: Schedule, how: str) -> Callable[[Any], Program]:
             if stage == "scale":
                 return sf.ddp("pipe")
             position = {"embed": 0, "head": size - 1}.get(stage)
-            return sf.full_shard(DATA).at(pipe=int(number) * size // 4 if position is None else position)
+            return sf.full_shard(DATA).only_on(pipe=int(number) * size // 4 if position is None else position)
 
         tree = {
             "embed": lambda g: {"w": torch.randn(13, 8, generator=g)},

@@ -93,7 +93,7 @@ def program(strategy: str, variant: str, ranks: int, device: str | None, scratch
     mesh = sf.make_mesh(device=device, scratch=scratch, **sizes)
     place = STRATEGIES[strategy]
     if variant in ("host", "disk"):
-        place = place.on(params=variant, grads=variant, state=variant)  # type: ignore[arg-type]
+        place = place.with_tiers(params=variant, grads=variant, state=variant)  # type: ignore[arg-type]
     narrow = torch.bfloat16 if variant == "bf16" else torch.float32
     specs: Any = sf.P()
     if variant == "tensor":
@@ -174,7 +174,7 @@ def measured(cases: list[tuple[str, str]], ranks: int, rank: int, path: str) -> 
     """The most memory in the second step, as it is and in whole 512 bytes, and its collectives, on the device."""
     found = []
     for number, (strategy, variant) in enumerate(cases):
-        devices.forget()  # those of the program before, which this one would use without making them
+        devices.clear_caches()  # those of the program before, which this one would use without making them
         store = torch.distributed.FileStore(f"{path}/{number}", ranks)  # type: ignore[attr-defined]
         with simulated(ranks, rank, store=store, races=False) as device, tempfile.TemporaryDirectory() as scratch:
             with Tracker(device.name) as tracker:

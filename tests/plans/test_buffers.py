@@ -71,7 +71,7 @@ def program(run: Any, folder: str, device: str | None) -> tuple[Any, Any, tuple[
     """A mesh, a training step and its arguments."""
     name, how, tiers = run
     mesh = sf.make_mesh(device=device, scratch=folder, replica=1, shard=RANKS)
-    params = sf.shard(model(), mesh, STRATEGIES[name].on(**tiers), frozen=r".*\.table")
+    params = sf.shard(model(), mesh, STRATEGIES[name].with_tiers(**tiers), frozen=r".*\.table")
     optimizer, staged = so.adamw(0.1), functools.partial(sf.stage, **OPTIONS[how])
 
     def loss(params: Any, tokens: Tensor) -> Tensor:
@@ -124,8 +124,10 @@ def planned(runs: list[Any], folder: str) -> list[sf.Plan]:
 def differences(runs: list[Any], folder: Path) -> list[str]:
     """What is not as planned."""
     wrong = []
-    plans = world(1, "alone").within(300).run(planned, runs, str(folder))[0]
-    for run, plan, found in zip(runs, plans, world(RANKS).within(300).run(there, runs, str(folder))[0], strict=True):
+    plans = world(1, "alone").with_deadline(300).run(planned, runs, str(folder))[0]
+    for run, plan, found in zip(
+        runs, plans, world(RANKS).with_deadline(300).run(there, runs, str(folder))[0], strict=True
+    ):
         disk = {kind: plan.disk.get(name, 0) for kind, name in KINDS.items()}
         if disk != {kind: found[kind] for kind in KINDS}:
             wrong.append(f"{run}: {disk} planned on disk, {found}")

@@ -12,9 +12,9 @@ from tests.plans import foreign
 
 @pytest.mark.parametrize("name", foreign.PROGRAMS)
 def test_programs_send_what_is_planned(name: str) -> None:
-    for rank, [run] in enumerate(world(2, "processes").within(120).run(foreign.ran, [name])):
+    for rank, [run] in enumerate(world(2, "processes").with_deadline(120).run(foreign.ran, [name])):
         if rank == 0 or name.startswith("a pipeline"):  # where ranks differ
-            [[plan]] = world(1, "alone").within(120).run(foreign.planned, [name], rank)
+            [[plan]] = world(1, "alone").with_deadline(120).run(foreign.planned, [name], rank)
             if name.startswith("as few"):  # ranks compare their rows in a group apart from the axis's
                 plan, run = ([(op, *rest) for op, _, *rest in calls] for calls in (plan, run))
             assert Counter(plan) == Counter(run)

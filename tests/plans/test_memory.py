@@ -92,7 +92,7 @@ def compared(strategy: sf.Placement, ranks: int, folder: str) -> list[str]:
     wrong = []
     ways: list[dict[str, Any]] = [{}, {"state": "disk"}, DISK]
     for tiers in ways:
-        placed, mesh = strategy.on(**tiers), sf.make_mesh(device="cpu", scratch=folder, **sizes(ranks))
+        placed, mesh = strategy.with_tiers(**tiers), sf.make_mesh(device="cpu", scratch=folder, **sizes(ranks))
         params = sf.shard(whole(), mesh, placed, frozen=FROZEN)
         for name, make in OPTIMIZERS.items():
             said = sf.memory(whole(), make(), placed, mesh=mesh, frozen=FROZEN)
@@ -170,13 +170,13 @@ FEWER = [run for run in RUNS if run[0] in ("zero1", "full_shard", "hybrid_shard"
 
 
 def runs(mine: list[Any], ranks: int, folder: str) -> list[Any]:
-    return [stepped(STRATEGIES[name].on(**tiers), ranks, folder) for name, tiers in mine]
+    return [stepped(STRATEGIES[name].with_tiers(**tiers), ranks, folder) for name, tiers in mine]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_step_takes_what_was_said(ranks: int, tmp_path: Path) -> None:
     mine = RUNS if ranks == 2 else FEWER
-    for found in world(ranks).within(240).run(runs, mine, ranks, str(tmp_path)):
+    for found in world(ranks).with_deadline(240).run(runs, mine, ranks, str(tmp_path)):
         for run, (said, there) in zip(mine, found, strict=True):
             assert said.parameters == there["parameters"], run
             assert said.state == there["state"], run
@@ -200,7 +200,7 @@ def in_few_bits(folder: str) -> list[Any]:
     found = []
     for tiers in ({}, DISK):
         mesh = sf.make_mesh(device="cpu", scratch=folder, **sizes(2))
-        strategy = STRATEGIES["full_shard"].on(**tiers)
+        strategy = STRATEGIES["full_shard"].with_tiers(**tiers)
         said = sf.memory(packed(3), so.adamw(0.1), strategy, mesh=mesh)
         params = sf.shard(packed(3), mesh, strategy)
         state = so.adamw(0.1).init(params)
@@ -229,7 +229,7 @@ def test_a_base_in_few_bits_takes_what_was_said(tmp_path: Path) -> None:
 def likes(folder: str) -> list[sf.Memory]:
     """The same parameters as tensors, without numbers, and as makers."""
     mesh = sf.make_mesh(device="cpu", scratch=folder, **sizes(2))
-    strategy, optimizer = STRATEGIES["full_shard"].on(state="disk"), so.adamw(0.1)
+    strategy, optimizer = STRATEGIES["full_shard"].with_tiers(state="disk"), so.adamw(0.1)
     shapes: dict[str, Any] = {"embed": (50, WIDTH), "blocks": [(WIDTH, 7), (7, WIDTH)]}
 
     def maker(shape: tuple[int, ...]) -> Any:
@@ -284,7 +284,7 @@ def test_nothing_is_moved_and_nobody_is_asked(tmp_path: Path) -> None:
         if mesh.get_rank() == 1:
             return 0, 0
         with sf.ledger() as log:
-            sf.memory(whole(), so.adamw(0.1), STRATEGIES["full_shard"].on(**DISK), mesh=mesh)
+            sf.memory(whole(), so.adamw(0.1), STRATEGIES["full_shard"].with_tiers(**DISK), mesh=mesh)
         return len(log.records), placing.file_of(mesh, "params").nbytes
 
     assert world(2).run(body, str(tmp_path)) == [(0, 0)] * 2

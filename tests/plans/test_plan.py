@@ -40,7 +40,7 @@ def some(ranks: int) -> list[Case]:
 
 
 def planned(cases: list[Case], ranks: int) -> list[sf.Plan]:
-    found: list[sf.Plan] = world(1, "alone").within(300).run(programs.planned, cases, ranks, 0)[0]
+    found: list[sf.Plan] = world(1, "alone").with_deadline(300).run(programs.planned, cases, ranks, 0)[0]
     return found
 
 
@@ -66,7 +66,7 @@ def alike(case: Case, plan: sf.Plan, sent: list[programs.Sent]) -> bool:
 def differences(cases: list[Case], ranks: int) -> list[str]:
     """What is not as planned."""
     wrong = []
-    ran = world(ranks, "processes").within(500).run(programs.ran, cases, ranks)[0]
+    ran = world(ranks, "processes").with_deadline(500).run(programs.ran, cases, ranks)[0]
     for case, plan, sent, (most, rounded, on_device) in zip(
         cases, planned(cases, ranks), ran, measured(cases, ranks), strict=True
     ):
@@ -302,7 +302,7 @@ def on_the_host() -> tuple[dict[str, int], int]:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with sf.planning(ranks=4):
         mesh = sf.make_mesh(shard=4)
-        place = sf.full_shard("shard").on(params="host", state="host")
+        place = sf.full_shard("shard").with_tiers(params="host", state="host")
         maker = functools.partial(torch.randn, wide, wide)
         params = sf.init_sharded([{"w": lambda generator: maker(generator=generator)}] * 4, 0, mesh, place)
         stage, opt = sf.stage(lambda p, x: x @ p["w"]), so.adamw(1e-3)
@@ -380,7 +380,7 @@ def on_disk() -> tuple[dict[str, int], dict[str, int]]:
     wide = 2**12
     with sf.planning(2):
         mesh = sf.make_mesh(shard=2)
-        place = sf.full_shard("shard").on(params="disk", state="disk")
+        place = sf.full_shard("shard").with_tiers(params="disk", state="disk")
         params = sf.init_sharded({"w": lambda g: torch.randn(wide, wide, generator=g)}, 0, mesh, place)
         said = sf.memory(params, so.adamw(1e-3))
 

@@ -102,7 +102,7 @@ def test_each_rank_holds_what_is_told_of_it() -> None:
         mesh = sf.make_mesh(device="cpu", **FOUR)
         piped = sf.make_mesh(device="cpu", tensor=2, shard=2)
         cut = sf.by_path([(r"head\.out", P(None, "tensor")), (r"embed|blocks.*w", P("tensor")), (".*", P())])
-        at = {"at a place": lambda path, _: sf.full_shard("shard").at(tensor=int(path.startswith("head")))}
+        at = {"at a place": lambda path, _: sf.full_shard("shard").only_on(tensor=int(path.startswith("head")))}
         return [
             *wrongly_told(mesh, P(), STRATEGIES),
             *wrongly_told(piped, cut, {"tensor": sf.full_shard("shard"), "whole": sf.ddp("shard")}),
@@ -191,7 +191,7 @@ def test_large_meshes_are_told_by_their_axes() -> None:
 def test_ranks_that_hold_different_things_are_summed_apart() -> None:
     def body(mesh: Any) -> tuple[list[str], list[int]]:
         place = sf.full_shard("shard")
-        params = sf.shard(whole(), mesh, lambda path, _: place.at(pipe=int(path.startswith("blocks"))))
+        params = sf.shard(whole(), mesh, lambda path, _: place.only_on(pipe=int(path.startswith("blocks"))))
         shown = sf.show(params)
         return str(shown).splitlines()[-3:], [shown.nbytes(rank) for rank in (0, 31, 32, 63)]
 
@@ -205,7 +205,7 @@ def test_what_is_said_of_a_stage() -> None:
     def body(mesh: Any) -> dict[str, str]:
         both = ("replica", "shard")
         strategies = {
-            "step": sf.full_shard(both).resharding("step"),
+            "step": sf.full_shard(both).with_reshard("step"),
             "copy": sf.hpz(shard="shard", replica="replica"),
             "bits": sf.zeropp(shard="shard", replica="replica"),
             "further": sf.hfsdp(shard="shard", replica="replica"),

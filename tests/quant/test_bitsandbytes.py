@@ -46,8 +46,8 @@ def test_files_are_read_and_written_bit_for_bit(library: Any, kind: str, double:
                 assert torch.equal(got.decoded(), want), case
                 assert (got.format, got.shape, got.dtype) == (quant.Format(kind, block, double), shape, dtype), case
                 back = bitsandbytes.tensors("w", got)
-                assert list(bitsandbytes.found([*back, "other.w"])) == ["w"]
-                assert set(bitsandbytes.found(back)["w"]) == set(files) == set(back), case
+                assert list(bitsandbytes.quantized_names([*back, "other.w"])) == ["w"]
+                assert set(bitsandbytes.quantized_names(back)["w"]) == set(files) == set(back), case
                 words = {name for name in files if "quant_state" in name}
                 same = {name: _same(back[name], files[name]) for name in set(files) - words}
                 assert all(same.values()), (case, same)

@@ -33,7 +33,7 @@ def counted() -> tuple[int, list[Word]]:
         if (turn + dist.get_rank()) % 2:
             time.sleep(0.01)
         heard.append(exchange.turn(turn, Word(stop=2 if turn == 5 and dist.get_rank() else 0)))
-    exchange.now(Word())
+    exchange.exchange_word(Word())
     return seen(group) - before, heard
 
 

@@ -18,7 +18,7 @@ from examples.run import end
 from shardfn.run import interrupts
 from shardfn.run.checkpoints import Origin, Saver
 from shardfn.run.folder import Keeping
-from shardfn.run.interrupts import forget
+from shardfn.run.interrupts import reset_interrupts
 from shardfn.testing import World
 from tests.refusals import told
 from tests.run.toy import Rows, begin, mesh_here, step_of
@@ -27,7 +27,7 @@ from tests.run.toy import Rows, begin, mesh_here, step_of
 @pytest.fixture(autouse=True)
 def begun() -> None:
     """Nothing has ended early in this process."""
-    forget()
+    reset_interrupts()
 
 
 def run(steps: int, stop: int | None = None, **more: Any) -> sf.run.Run:
@@ -77,7 +77,7 @@ def test_a_signal_in_the_last_step_of_a_phase_ends_the_next(tmp_path: Path) -> N
     assert run(4, stop=4, save=tmp_path / "a").ended == "finished"
     second = run(9, save=tmp_path / "b")
     assert (second.ended, second.step) == ("preempted", 1)
-    forget()
+    reset_interrupts()
     third = run(9, save=tmp_path / "b")
     assert (third.start, third.ended) == (1, "finished")
 
@@ -97,7 +97,7 @@ def test_a_signal_in_a_run_of_an_evaluation_ends_both_and_the_evaluation_comes_a
     more: dict[str, Any] = {"save": tmp_path, "evaluate": (evaluate, 2), "every": every}
     first = run(steps, **more)
     assert (first.ended, first.step, first.metrics["eval/n"]) == ("preempted", 4, {2: 3.0})
-    forget()
+    reset_interrupts()
     second = run(steps, **more)
     assert (second.start, second.ended) == (4, "finished")
     assert second.metrics["eval/n"] == dict.fromkeys(range(4, steps + 1, 2), 3.0)

@@ -58,7 +58,7 @@ def test_a_run_goes_on_without_a_host_and_with_it_again(job: Job, tmp_path: Path
     rows = job.steps()
     apart = tmp_path / "apart"
     apart.mkdir()
-    world(2).within(200).run(elastic_rank.train, apart, rows[-1]["step"] + 1, 0.0, 1)
+    world(2).with_deadline(200).run(elastic_rank.train, apart, rows[-1]["step"] + 1, 0.0, 1)
     wanted = {row["step"]: row["loss"] for row in elastic_rank.rows_of(apart)}
     for row in rows:
         assert abs(row["loss"] / wanted[row["step"]] - 1) < 1e-12

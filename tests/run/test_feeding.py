@@ -190,7 +190,7 @@ def lonely(victim: int) -> list[Any]:
 @pytest.mark.world(2)
 def test_a_rank_that_dies_leaves_nobody_waiting(world: World) -> None:
     with pytest.raises(WorldError, match="rank 1"):  # a hang would be a WorldTimeout
-        world.within(50).run(lonely, 1)
+        world.with_deadline(50).run(lonely, 1)
 
 
 ORPHANS = """
@@ -244,7 +244,7 @@ def on_the_device(prefetch: int) -> Any:
         batches = sf.run.batches(source, mesh, "data", 8, 0, last="pad", prefetch=prefetch)
         iterator = iter(batches)
         next(iterator)
-        device.forget()
+        device.reset_counts()
         kinds = [(x.device.type, tuple(x.shape), x.dtype) for _ in range(5) for x in next(iterator).values()]
         iterator.close()
         return set(kinds), device.synchronisations, device.races, threads()

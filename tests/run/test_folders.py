@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 import shardfn as sf
-from shardfn.checkpoint.folders import seen
+from shardfn.checkpoint.folders import path_status
 from shardfn.checkpoint.manifest import MANIFEST
 from shardfn.run import folder as run_folder
 from shardfn.testing import World
@@ -275,7 +275,7 @@ def test_a_lock_that_goes_while_it_is_read_is_free(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(Path, "read_bytes", late)
     lock = run_folder.Lock(tmp_path)
     monkeypatch.setattr(run_folder, "HERE", 0.1)
-    assert "belongs to another run" in told(lock.take)
+    assert "belongs to another run" in told(lock.acquire)
 
 
 def test_a_checkpoint_is_not_written_over_a_link(tmp_path: Path) -> None:
@@ -438,10 +438,10 @@ def test_a_lock_that_somebody_has_deleted_is_taken_again(tmp_path: Path) -> None
 @pytest.mark.parametrize("call", range(6))
 def test_a_lock_may_be_deleted_at_any_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int) -> None:
     lock, calls = run_folder.Lock(tmp_path), itertools.count()
-    lock.take()
+    lock.acquire()
 
     def deleting(path: Path) -> os.stat_result | None:
-        status = seen(path)
+        status = path_status(path)
         if next(calls) == call:
             path.unlink()
         return status

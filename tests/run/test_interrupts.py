@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import shardfn as sf
 from shardfn.run import interrupts
-from shardfn.run.interrupts import forget, process_start
+from shardfn.run.interrupts import process_start, reset_interrupts
 from shardfn.testing import World
 from tests.launched import workers
 from tests.run.toy import Rows, begin, mesh_here, step_of
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(autouse=True)
 def begun() -> None:
     """Nothing has ended early in this process."""
-    forget()
+    reset_interrupts()
 
 
 def signalled(folder: Path, ranks: list[int], number: int, at: int, end: int) -> tuple[Any, Any, bool]:
@@ -148,7 +148,7 @@ def test_a_signal_promises_no_checkpoint_that_a_dead_rank_prevents(
 
     with contextlib.suppress(RuntimeError):
         sf.run.loop(step, 0, lambda start: range(start, 99), steps=9, save=tmp_path, report=[])
-    interrupts.forget()
+    interrupts.reset_interrupts()
     assert "SIGTERM: the run stops after this step and saves, if every rank still can; another one, 2 s" in caplog.text
     fails = f"the run fails before it could save; the same call resumes from what {tmp_path} has"
     assert (fails in caplog.text) == (peer == "is dead")

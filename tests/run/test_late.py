@@ -31,7 +31,7 @@ def waits() -> list[Any]:
         def batches(start: int) -> Any:
             for n in range(start, 12):
                 if n == 6:
-                    device.forget()
+                    device.reset_counts()
                 if n == 11:
                     steady.extend(device.synchronisations)
                 yield torch.ones(4, 16, device=device.name)
@@ -41,7 +41,7 @@ def waits() -> list[Any]:
         state: Any = (params, optimizer.init(params))
         for n in range(6):
             if n == 3:
-                device.forget()
+                device.reset_counts()
             state, _ = step(state, rows)
         bare = [(one.kind, one.times) for one in device.synchronisations]
         batches.axes = ("shard",)  # type: ignore[attr-defined]

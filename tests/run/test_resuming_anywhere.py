@@ -68,7 +68,7 @@ def from_each(folder: str, numbers: list[int]) -> list[Any]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float], list[Tensor]]:
     """Checkpoints of all steps of one run, and what it did."""
     folder = tmp_path_factory.mktemp("whole")
-    ((_, losses, rows),) = world(1).within(200).run(trained, str(folder), STEPS, every=1)
+    ((_, losses, rows),) = world(1).with_deadline(200).run(trained, str(folder), STEPS, every=1)
     return folder, losses, rows
 
 
@@ -80,7 +80,7 @@ def test_rows_and_losses_after_any_step_are_those_of_the_run_that_never_stopped(
     numbers = random.Random(world.size).sample(range(1, STEPS - MORE + 1), 20)
     for n in numbers:
         shutil.copytree(checkpoints / f"step-{n:08}", tmp_path / str(n) / f"step-{n:08}")
-    for found in world.within(200).run(from_each, str(tmp_path), numbers):
+    for found in world.with_deadline(200).run(from_each, str(tmp_path), numbers):
         for n, (start, after, seen) in zip(numbers, found, strict=True):
             assert start == n
             assert all(map(torch.equal, seen, rows[n : n + MORE]))

@@ -17,7 +17,7 @@ from torch import Tensor
 import shardfn as sf
 from shardfn.curvature import dp_grads
 from shardfn.run import order
-from shardfn.run.order import RARE, Sample, room
+from shardfn.run.order import RARE, Sample, sample_bound
 from shardfn.testing import World, world
 from tests.models import distance, normal
 from tests.refusals import told
@@ -83,7 +83,7 @@ def test_a_rate_of_one_takes_all_and_a_tiny_one_none() -> None:
 def test_what_has_room_for_nearly_all_samples(count: int, rate: float) -> None:
     from scipy.stats import binom
 
-    found = room(count, rate)
+    found = sample_bound(count, rate)
     assert binom.sf(found, count, rate) <= RARE
     assert found <= min(count, 1.05 * binom.isf(RARE, count, rate) + 3)
 
@@ -168,9 +168,9 @@ def privately(folder: str, steps: int) -> tuple[int, Any]:
 
 
 def test_a_private_run_goes_on_at_any_step_on_any_number_of_ranks(tmp_path: Path) -> None:
-    ((_, wanted),) = world(1).within(60).run(privately, str(tmp_path / "whole"), 9)
+    ((_, wanted),) = world(1).with_deadline(60).run(privately, str(tmp_path / "whole"), 9)
     for steps, ranks in ((3, 2), (6, 4), (9, 1)):
-        for start, found in world(ranks).within(60).run(privately, str(tmp_path / "parts"), steps):
+        for start, found in world(ranks).with_deadline(60).run(privately, str(tmp_path / "parts"), steps):
             assert start == steps - 3
             if steps == 9:
                 assert distance(found, wanted) < 1e-12

@@ -43,7 +43,7 @@ def test_windows_predict_every_token_once(tmp_path: Path) -> None:
     assert [rows[i].tolist() for i in range(len(rows))] == [
         [5, 6, 7, 1], [1, 2, 9, 8], [8, 7, 6, 3], [100, 101, 102, 103], [103, 104, 105, 106],
     ]  # fmt: skip
-    assert rows.take(np.array([4, 0])).tolist() == [[103, 104, 105, 106], [5, 6, 7, 1]]
+    assert rows.read_rows(np.array([4, 0])).tolist() == [[103, 104, 105, 106], [5, 6, 7, 1]]
     assert rows[-1].tolist() == rows[4].tolist()
     with pytest.raises(IndexError):
         rows[5]

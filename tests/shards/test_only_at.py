@@ -30,7 +30,7 @@ def at(strategy: Any) -> Any:
         name, number, *_ = path.split(".")
         if name == "everywhere":
             return strategy
-        return strategy.at(pipe=0 if name == "first" else int(number) // 2)
+        return strategy.only_on(pipe=0 if name == "first" else int(number) // 2)
 
     return placed
 
@@ -111,10 +111,10 @@ def test_ranks_elsewhere_hold_nothing_and_call_nothing(world: World) -> None:
 def refused() -> list[str]:
     mesh, found = sf.make_mesh(shard=2, pipe=2, device="cpu"), []
     for make in (
-        lambda: sf.shard(whole(), mesh, sf.full_shard("shard").at(pipe=2)),
-        lambda: sf.shard(whole(), mesh, sf.full_shard("shard").at(depth=0)),
-        lambda: sf.full_shard("pipe").at(pipe=0),
-        lambda: sf.shard(whole(), mesh, sf.full_shard("shard").at(pipe=0), specs=sf.P("pipe")),
+        lambda: sf.shard(whole(), mesh, sf.full_shard("shard").only_on(pipe=2)),
+        lambda: sf.shard(whole(), mesh, sf.full_shard("shard").only_on(depth=0)),
+        lambda: sf.full_shard("pipe").only_on(pipe=0),
+        lambda: sf.shard(whole(), mesh, sf.full_shard("shard").only_on(pipe=0), specs=sf.P("pipe")),
     ):
         with pytest.raises(ValueError) as caught:  # noqa: PT011  # the caller looks at the words
             make()

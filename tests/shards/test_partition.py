@@ -85,7 +85,7 @@ def taken_by(way: str) -> dict[str, float]:
 @pytest.mark.parametrize("way", ["one buffer", "two buffers"])
 @pytest.mark.world(2)
 def test_derivatives_with_respect_to_a_part_alone(world: World, way: str) -> None:
-    for found in world.within(30).run(taken_by, way):
+    for found in world.with_deadline(30).run(taken_by, way):
         assert not {how: off for how, off in found.items() if not off < 1e-12}
 
 

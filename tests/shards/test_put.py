@@ -117,7 +117,7 @@ def test_no_more_than_a_shard_is_in_memory_meanwhile(tmp_path: Path) -> None:
 def copies(scratch: Path) -> list[bool]:
     mesh = sf.make_mesh(device="cpu", scratch=scratch, shard=2)
     plan = sf.full_shard("shard")
-    here, away = sf.shard(whole(), mesh, plan), sf.shard(whole(), mesh, plan.on(params="disk"))
+    here, away = sf.shard(whole(), mesh, plan), sf.shard(whole(), mesh, plan.with_tiers(params="disk"))
     want = optree.tree_leaves(here)
     tied = {"a": away["embed"], "b": away["embed"]}
     twins = copy.deepcopy(tied)
@@ -149,7 +149,7 @@ def test_copies_of_what_is_on_disk(world: World, tmp_path: Path) -> None:
 def gathered(scratch: Path) -> list[bool]:
     """Whole parameters again, and no page of what they were gathered from is left."""
     mesh = sf.make_mesh(device="cpu", scratch=scratch, replica=2, shard=2)
-    away = sf.shard(whole(), mesh, sf.hybrid_shard(shard="shard", replica="replica").on(params="disk"))
+    away = sf.shard(whole(), mesh, sf.hybrid_shard(shard="shard", replica="replica").with_tiers(params="disk"))
     plain = [sf.unshard(away), sf.unshard(away, ranks=[3]), sf.unshard(away, to="cpu")]
     some = sf.unshard(away, only=r"blocks\.1\.w", ranks=[0, 3])
     sf.assert_replicated(away)
@@ -169,7 +169,7 @@ def test_what_is_on_disk_is_gathered_and_no_page_of_it_stays(world: World, tmp_p
 def printed(scratch: Path) -> list[str]:
     mesh = sf.make_mesh(device="cpu", scratch=scratch, shard=2)
     params = sf.shard({"w": torch.ones(64)}, mesh, sf.full_shard("shard"))
-    away = sf.shard({"w": torch.ones(64)}, mesh, sf.full_shard("shard").on(params="disk", state="host"))
+    away = sf.shard({"w": torch.ones(64)}, mesh, sf.full_shard("shard").with_tiers(params="disk", state="host"))
     return [
         str(params["w"].layout), str(away["w"].layout), repr(away["w"]), repr(sf.put(params["w"], "disk")),
         repr(sf.put(away["w"], "device")),

@@ -42,9 +42,9 @@ OWN: dict[str, sf.Placement] = {
     "optimizer cut within nodes": sf.Placement(replicas=DATA, gradients=("shard",)),
     "hpz, hierarchical": dataclasses.replace(sf.hpz(shard="shard", replica="replica"), hierarchical=True),
     "mics the other way": sf.mics(DATA),
-    "once a step": sf.full_shard(DATA).resharding("step"),
-    "hfsdp, kept": sf.hfsdp(shard="shard", replica="replica").resharding(False),
-    "hfsdp, once a step": sf.hfsdp(shard="shard", replica="replica").resharding("step"),
+    "once a step": sf.full_shard(DATA).with_reshard("step"),
+    "hfsdp, kept": sf.hfsdp(shard="shard", replica="replica").with_reshard(False),
+    "hfsdp, once a step": sf.hfsdp(shard="shard", replica="replica").with_reshard("step"),
 }
 
 
@@ -82,14 +82,14 @@ def ways(n: int, strategy: sf.Strategy) -> dict[str, float]:
 )
 @pytest.mark.parametrize("strategy", [*STRATEGIES, *OWN])
 def test_gradients_are_those_of_one_process(world: World, strategy: str) -> None:
-    for found in world.within(60).run(ways, world.size, (STRATEGIES | OWN)[strategy]):
+    for found in world.with_deadline(60).run(ways, world.size, (STRATEGIES | OWN)[strategy]):
         assert not {name: d for name, d in found.items() if not d < 1e-12}
 
 
 @pytest.mark.world(4, "threads")
 @pytest.mark.parametrize("strategy", ["hpz", "mics", "hfsdp", "zero1"])
 def test_other_transports_give_the_same(world: World, strategy: str) -> None:
-    for found in world.within(60).run(ways, 4, STRATEGIES[strategy]):
+    for found in world.with_deadline(60).run(ways, 4, STRATEGIES[strategy]):
         assert not {name: d for name, d in found.items() if not d < 1e-12}
 
 
@@ -106,7 +106,7 @@ def with_transport(strategy: sf.Placement, gather: str) -> float:
 @pytest.mark.parametrize("gather", ["native", "direct", "broadcasts"])
 @pytest.mark.parametrize("strategy", ["hpz", "mics"])
 def test_hops_go_by_every_transport(world: World, strategy: str, gather: str) -> None:
-    assert worst(world.within(60).run(with_transport, STRATEGIES[strategy], gather)) < 1e-12
+    assert worst(world.with_deadline(60).run(with_transport, STRATEGIES[strategy], gather)) < 1e-12
 
 
 def beside(flat: Any, rank: int) -> Tensor:
@@ -211,7 +211,7 @@ def lower() -> dict[str, float]:
 
 @pytest.mark.world(4)
 def test_parameters_travel_in_another_dtype_by_every_strategy(world: World) -> None:
-    for found in world.within(60).run(lower):
+    for found in world.with_deadline(60).run(lower):
         assert not {name: d for name, d in found.items() if not d < 1e-6}
 
 
@@ -277,7 +277,7 @@ def bytes_of(calls: list[tuple[bool | None, str, tuple[str, ...]]], whole: int) 
 @pytest.mark.parametrize("strategy", list(NAMED))
 def test_the_ledger_has_what_the_table_says(world: World, strategy: str) -> None:
     calls = documented()[strategy]
-    for found, whole in world.within(60).run(moved, NAMED[strategy]):
+    for found, whole in world.with_deadline(60).run(moved, NAMED[strategy]):
         expected = [(*call, sent) for call, sent in zip(calls, bytes_of(calls, whole), strict=True)]
         assert sorted(map(str, found)) == sorted(map(str, expected))
 
@@ -308,7 +308,7 @@ def mixed(n: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world", [(1, "processes"), (2, "processes"), (4, "processes")], indirect=True)
 def test_stages_and_parameters_may_have_strategies_of_their_own(world: World) -> None:
-    for found in world.within(60).run(mixed, world.size):
+    for found in world.with_deadline(60).run(mixed, world.size):
         assert not {name: d for kind in ("ways", "small") for name, d in found[kind].items() if not d < 1e-12}
         assert found["keys"][0] == ["float64 over replica x shard", "float64 over shard", "float64 whole"]
 
@@ -332,7 +332,7 @@ def test_several_strategies_train_one_model(world: World) -> None:
         rule = sf.shard(scaled(4), mesh, lambda path, shape: STRATEGIES[names.get(path, "ddp")])
         return relative(sf.unshard(trained(rule, sf.stage, mine)), want)
 
-    assert worst(world.within(60).run(body)) < 1e-10
+    assert worst(world.with_deadline(60).run(body)) < 1e-10
 
 
 @pytest.mark.world(2)
@@ -415,13 +415,13 @@ def test_a_name_that_says_two_things_or_more_than_there_is_is_refused(name: Any,
 
 def test_what_owners_call_zero_keeps_parameters_whole_and_what_fsdp_calls_grad_op_does_not() -> None:
     assert sf.zero1("a") == sf.zero2("a") == sf.Placement(replicas=("a",), gradients=("a",))
-    assert sf.shard_grad_op("a") == sf.full_shard("a").resharding(False) == sf.Placement(("a",), reshard=False)
+    assert sf.shard_grad_op("a") == sf.full_shard("a").with_reshard(False) == sf.Placement(("a",), reshard=False)
 
 
 def test_what_is_kept_is_what_is_not_given_back() -> None:
     for keep, reshard in [(True, False), (False, True), ("step", "step"), (("a",), ("a",))]:
         new = sf.Placement(("a", "b"), reshard=reshard)  # type: ignore[arg-type]
-        assert sf.full_shard(("a", "b")).resharding(reshard) == new  # type: ignore[arg-type]
+        assert sf.full_shard(("a", "b")).with_reshard(reshard) == new  # type: ignore[arg-type]
         assert new.keep == keep
     with pytest.raises(TypeError):
         sf.Placement(("a",), (), True)  # type: ignore[call-arg]  # reshard= is said by name
@@ -513,7 +513,7 @@ def frozen_run(way: str) -> Any:
 @pytest.mark.world(4)
 @pytest.mark.parametrize("way", ["patterns", "partition"])
 def test_what_is_frozen_moves_no_gradients_and_has_no_state(world: World, way: str) -> None:
-    for d, stages, small in world.within(60).run(frozen_run, way):
+    for d, stages, small in world.with_deadline(60).run(frozen_run, way):
         assert d < 1e-12
         assert stages == ["blocks.3"]
         assert small
@@ -548,7 +548,7 @@ def once(strategy: Any = True, stage: Any = None) -> tuple[int, int, float]:
     mesh, staged = data_mesh(4), functools.partial(sf.stage, reshard=stage)
     mine = token_rows(12).tensor_split(4)[mesh.get_rank()]
     want = sf.grad(lambda p: scaled_loss(plainly, p, token_rows(12)))(scaled(4))
-    flat = sf.shard(scaled(4), mesh, STRATEGIES["full_shard"].resharding(strategy), frozen="embed.*")
+    flat = sf.shard(scaled(4), mesh, STRATEGIES["full_shard"].with_reshard(strategy), frozen="embed.*")
 
     def step() -> Any:
         return sf.accumulate(lambda p, x: scaled_loss(staged, p, x), mine.split(1))(flat)[1]
@@ -564,10 +564,10 @@ def once(strategy: Any = True, stage: Any = None) -> tuple[int, int, float]:
 @pytest.mark.world(4)
 def test_parameters_may_be_gathered_once_for_all_micro_batches(world: World) -> None:
     for way in ({"strategy": "step"}, {"stage": "step"}):
-        for count, of_embed, d in world.within(60).run(once, **way):
+        for count, of_embed, d in world.with_deadline(60).run(once, **way):
             assert (count, of_embed) == (6, 1)
             assert d < 1e-12
-    for count, of_embed, d in world.within(60).run(once, False):
+    for count, of_embed, d in world.with_deadline(60).run(once, False):
         assert (count, of_embed) == (6 * 3, 3)
         assert d < 1e-12
 
@@ -575,7 +575,7 @@ def test_parameters_may_be_gathered_once_for_all_micro_batches(world: World) -> 
 def three_steps(reshard: Any) -> tuple[int, list[int]]:
     """Buffers for gathered parameters, which do not add up over steps."""
     mesh = data_mesh(4)
-    flat = sf.shard(scaled(4), mesh, STRATEGIES["full_shard"].resharding(reshard))
+    flat = sf.shard(scaled(4), mesh, STRATEGIES["full_shard"].with_reshard(reshard))
     mine, sizes = token_rows(12).tensor_split(4)[mesh.get_rank()], []
     for _ in range(3):
         with sf.ledger() as log:
@@ -588,7 +588,7 @@ def three_steps(reshard: Any) -> tuple[int, list[int]]:
 @pytest.mark.world(4)
 @pytest.mark.parametrize("reshard", ["step", False])
 def test_what_is_kept_is_given_back(world: World, reshard: Any) -> None:
-    for whole, sizes in world.within(60).run(three_steps, reshard):
+    for whole, sizes in world.with_deadline(60).run(three_steps, reshard):
         assert sizes[1] == sizes[2]
         assert all(whole <= size <= whole + 6 * 512 for size in sizes)
 
@@ -606,7 +606,7 @@ def nearby() -> tuple[list[int], int]:
 
 @pytest.mark.world(4)
 def test_copies_for_backward_take_the_memory_of_their_pieces(world: World) -> None:
-    for sizes, copies in world.within(60).run(nearby):
+    for sizes, copies in world.with_deadline(60).run(nearby):
         assert sizes[1] == sizes[2]
         buffers = 2 * (11 * WIDTH * 8 + 64 * 4 + 512)
         assert all(copies <= size <= buffers + copies for size in sizes)
@@ -643,7 +643,7 @@ def test_replicas_that_are_the_same_pass(world: World) -> None:
         with pytest.raises(ValueError, match="pass the mesh"):
             sf.assert_replicated({"a": torch.ones(3)})
 
-    world.within(60).run(body)
+    world.with_deadline(60).run(body)
 
 
 @pytest.mark.world(4)
@@ -682,4 +682,4 @@ def ragged(strategy: sf.Placement, n: int) -> float:
 @pytest.mark.parametrize("world", [(2, "processes"), (4, "processes")], indirect=True)
 @pytest.mark.parametrize("strategy", list(STRATEGIES))
 def test_ragged_batches_give_the_global_token_mean(world: World, strategy: str) -> None:
-    assert worst(world.within(60).run(ragged, STRATEGIES[strategy], world.size)) < 1e-12
+    assert worst(world.with_deadline(60).run(ragged, STRATEGIES[strategy], world.size)) < 1e-12

@@ -47,7 +47,9 @@ CUTS = sf.by_path([(r".*\.w", P("tensor", ("pipe",))), (r".*\.v", P(None, "tenso
 
 
 def at_places(path: str, shape: tuple[int, ...]) -> sf.Placement:
-    return sf.full_shard("shard").at(pipe=int(path.split(".")[1]) % 2) if "blocks" in path else sf.full_shard("shard")
+    return (
+        sf.full_shard("shard").only_on(pipe=int(path.split(".")[1]) % 2) if "blocks" in path else sf.full_shard("shard")
+    )
 
 
 def placements() -> dict[str, Callable[[], Any]]:

@@ -35,7 +35,7 @@ STRATEGIES: dict[str, sf.Strategy] = {
         name: models.STRATEGIES[name]
         for name in ("full_shard", "shard_grad_op", "hybrid_shard", "hfsdp", "hpz", "mics")
     },
-    "step": sf.full_shard(DATA).resharding("step"),
+    "step": sf.full_shard(DATA).with_reshard("step"),
     "uncut": sf.uncut(sf.hybrid_shard(shard="shard", replica="replica"), below=20),
 }
 OPTIONS: list[dict[str, Any]] = [
@@ -135,7 +135,7 @@ def pipelined(mesh: Any, f: Any, hold: Chaos) -> float:
 
     def at(path: str, shape: tuple[int, ...]) -> sf.Placement:
         name, number, *_ = path.split(".")
-        return sf.full_shard("shard").at(pipe=int(name == "head" or int(number) >= DEPTH // 2))
+        return sf.full_shard("shard").only_on(pipe=int(name == "head" or int(number) >= DEPTH // 2))
 
     index, rows = mesh["pipe"].get_local_rank(), batch(0, mesh["shard"].size())
     half = slice(0, DEPTH // 2) if index == 0 else slice(DEPTH // 2, DEPTH)
@@ -286,5 +286,5 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as place:
         for number in range(args.first, args.first + args.seeds):
             for ranks in args.ranks:
-                check(shared_world(ranks).within(300).run(programs, number, place, args.programs), args.programs)
+                check(shared_world(ranks).with_deadline(300).run(programs, number, place, args.programs), args.programs)
             print(f"seed {number}: right", flush=True)

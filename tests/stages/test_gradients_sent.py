@@ -60,7 +60,7 @@ def run(program: Callable[..., Any], place: str, *args: Any) -> Any:
 
 
 def on_device(program: Callable[..., Any], place: str = "full_shard", *args: Any) -> Any:
-    return world(1, "alone").within(60).run(run, program, place, *args)[0]
+    return world(1, "alone").with_deadline(60).run(run, program, place, *args)[0]
 
 
 def deferred(device: Any, place: str, defer: Any) -> list[str]:
@@ -88,7 +88,7 @@ def cut_short(device: Any, place: str, where: str) -> tuple[bool, list[str]]:
     s = Setting(device, place)
     for _ in range(2):
         s.run(s.params, s.x)
-    device.forget()
+    device.reset_counts()
     drain, flat, count = Reductions.drain, Reductions._flat, itertools.count()
 
     def drained(self: Reductions) -> None:
@@ -162,7 +162,7 @@ def pools() -> Any:
 @sf.debug(memory=False)
 def test_a_large_stage_does_not_make_all_memory_large_and_interrupts_leave_none() -> None:
     whole, block = 512 * 64 * 8, 64 * 64 * 8
-    for found in world(2).within(60).run(pools):
+    for found in world(2).with_deadline(60).run(pools):
         for nbytes, under_way in found:
             assert nbytes < 1.01 * 2 * (whole + block)
             assert under_way == 0

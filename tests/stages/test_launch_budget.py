@@ -66,14 +66,14 @@ def launches() -> dict[str, dict[str, int]]:
 
             run = sf.shard_map(sf.value_and_grad(loss), mesh=mesh, in_specs=..., out_specs=...)
             for _ in range(3):
-                device.forget()
+                device.reset_counts()
                 params, state = optimizer.step(params, run(params, x)[1], state)
             found[name] = dict(device.operations)
     return found
 
 
 def test_a_step_launches_no_more_than_its_budget() -> None:
-    (found,) = world(1, "alone").within(120).run(launches)
+    (found,) = world(1, "alone").with_deadline(120).run(launches)
     over = {name: ops for name, ops in found.items() if sum(ops.values()) > BUDGET[name]}
     assert not over, {name: (sum(ops.values()), BUDGET[name], ops) for name, ops in over.items()}
     assert set(found) == set(BUDGET)

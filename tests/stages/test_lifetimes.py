@@ -248,7 +248,7 @@ def collected_on_one_rank(how: str) -> bool:
 @pytest.mark.parametrize("how", ["step", "by_backward"])
 @pytest.mark.world(2)
 def test_when_a_rank_collects_garbage_changes_nothing_of_what_it_gathers(world: World, how: str) -> None:
-    assert world.within(20).run(collected_on_one_rank, how) == [True, True]
+    assert world.with_deadline(20).run(collected_on_one_rank, how) == [True, True]
 
 
 def test_what_the_garbage_collector_calls_only_takes_a_note() -> None:
@@ -285,7 +285,7 @@ def test_a_gather_that_nobody_waits_for_takes_nothing_from_the_next() -> None:
             del work, whole
         return came
 
-    assert world(2).within(20).run(body) == [[[0, 1], [10, 11], [20, 21]]] * 2
+    assert world(2).with_deadline(20).run(body) == [[[0, 1], [10, 11], [20, 21]]] * 2
 
 
 def gathered_with_garbage(strategy: str, kind: str) -> int:
@@ -327,7 +327,7 @@ def gathered_with_garbage(strategy: str, kind: str) -> int:
 @pytest.mark.parametrize("strategy", ["shard_grad_op", "hybrid_shard_zero2", "full_shard", "hpz"])
 @pytest.mark.world(4)
 def test_when_garbage_is_collected_changes_nothing_of_what_is_gathered(world: World, strategy: str, kind: str) -> None:
-    assert len(set(world.within(20).run(gathered_with_garbage, strategy, kind))) == 1
+    assert len(set(world.with_deadline(20).run(gathered_with_garbage, strategy, kind))) == 1
 
 
 # --- buffers that are used again ---

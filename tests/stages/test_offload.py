@@ -227,7 +227,7 @@ def order(scratch: str) -> list[str]:
     """In what order the file is read and calls compute their gradient."""
     _, flat, x = setting(scratch)
     found: list[str] = []
-    kept, settle = away.reading, away.Away._settle
+    kept, settle = away.reading, away.Away._poll_transfers
 
     def read(*args: Any, **options: Any) -> Any:
         found.append("read")
@@ -239,11 +239,11 @@ def order(scratch: str) -> list[str]:
         return x + y
 
     stage = sf.stage(block, remat=EVERYTHING)
-    away.reading, away.Away._settle = read, all_written
+    away.reading, away.Away._poll_transfers = read, all_written
     try:
         sf.value_and_grad(lambda ps: model(stage, ps, x))(flat)
     finally:
-        away.reading, away.Away._settle = kept, settle
+        away.reading, away.Away._poll_transfers = kept, settle
     return found
 
 
@@ -386,17 +386,17 @@ def failing(scratch: str, what: str) -> tuple[str, bool]:
     def broken(*_: Any) -> None:
         raise OSError(5, "the disk is gone")
 
-    settle = away.Away._settle
+    settle = away.Away._poll_transfers
     try:
         setattr(file, what, broken)
-        away.Away._settle = all_written
+        away.Away._poll_transfers = all_written
         sf.value_and_grad(lambda ps: model(stage, ps, x))(flat)
         message = "nothing"
     except RuntimeError as error:
         message = str(error)
     finally:
         setattr(file, what, known)
-        away.Away._settle = settle
+        away.Away._poll_transfers = settle
     got = sf.value_and_grad(lambda ps: model(stage, ps, x))(flat)
     pairs = zip(optree.tree_leaves(got), optree.tree_leaves(want), strict=True)
     return message, all(torch.equal(a, b) for a, b in pairs)
@@ -527,7 +527,7 @@ def pretended() -> tuple[int, int, list[Any]]:
         flat = sf.shard(whole, mesh, sf.full_shard("shard"))
         stage = sf.stage(plain, remat=sf.offload(above=0))
         x = torch.ones(D, D, dtype=torch.float64, device=device.name)
-        device.forget()
+        device.reset_counts()
         sf.value_and_grad(lambda ps: model(stage, ps, x))(flat)
         return len(out), sum(back), device.races
 

@@ -182,7 +182,7 @@ def on_the_device(store: str) -> tuple[int, list[Any]]:
     rank, found = met.add("ranks", 1) - 1, []
     with simulated(4, rank, store=met) as device, sf.debug(memory=False):
         for shards, options in KINDS:
-            device.forget()
+            device.reset_counts()
             found.append((trained(device.name, shards, **options), device.races))
     return rank, found
 
@@ -192,8 +192,8 @@ def on_the_cpu() -> list[Any]:
 
 
 def test_gathers_that_start_early_give_the_cpus_numbers_without_a_race(tmp_path: Path) -> None:
-    got = world(4, "alone").within(120).run(on_the_device, str(tmp_path / "store"))
-    want = world(4).within(60).run(on_the_cpu)
+    got = world(4, "alone").with_deadline(120).run(on_the_device, str(tmp_path / "store"))
+    want = world(4).with_deadline(60).run(on_the_cpu)
     for (_, found), wanted in zip(sorted(got, key=lambda pair: pair[0]), want, strict=True):
         for (numbers, races), others, kind in zip(found, wanted, KINDS, strict=True):
             assert races == [], kind
@@ -217,7 +217,7 @@ def outgrown() -> list[str]:
         xs = [torch.ones(2, n, device=device.name) for n in (8, 64)]
         kept = [evaluated(small, xs[0])]
         side.wait_stream(module.current_stream())
-        device.forget()
+        device.reset_counts()
         with module.stream(side):
             kept.append(evaluated(small, xs[0]))
         large = sf.shard([{"w": torch.ones(64, 64)} for _ in range(2)], mesh, sf.full_shard("shard"))

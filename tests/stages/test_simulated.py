@@ -370,7 +370,7 @@ def observed(names: list[str], backend: str) -> dict[str, Any]:
             try:
                 step = cases()[name](mesh)
                 for _ in range(2):
-                    device.forget()
+                    device.reset_counts()
                     step()
                 found[name] = device.synchronisations, device.races, None
             except Exception:
@@ -380,7 +380,7 @@ def observed(names: list[str], backend: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def steady() -> dict[str, Any]:
-    return world(1, "alone").within(240).run(observed, list(cases()), "simulated")[0]
+    return world(1, "alone").with_deadline(240).run(observed, list(cases()), "simulated")[0]
 
 
 @pytest.mark.parametrize("name", cases())
@@ -439,7 +439,7 @@ def counted_kinds() -> list[Any]:
     with simulated(2) as device:
         for _, f, _ in KINDS:
             x = torch.ones(4, device=device.name)
-            device.forget()
+            device.reset_counts()
             f(x)
             found.append(device.synchronisations)
     return found
@@ -464,7 +464,7 @@ def behaviour() -> dict[str, Any]:
         arrived = torch.empty(4, pin_memory=True).copy_(x.detach(), non_blocking=True)
         _ = arrived + 1
         found["races"] = [race.split(" at ")[0] for race in device.races]
-        device.forget()
+        device.reset_counts()
         arrived = torch.empty(4, pin_memory=True).copy_(x.detach(), non_blocking=True)
         back = arrived.to(device.name, non_blocking=True)
         torch.get_device_module(device.name).synchronize()
@@ -501,7 +501,7 @@ def generators() -> list[dict[str, int]]:
             lambda: sf.init({"a": lambda g: torch.rand(4, device="sim")}, 0),
             lambda: sf.init_sharded(makers, 0, mesh, sf.full_shard("shard")),
         ):
-            device.forget()
+            device.reset_counts()
             make()
             found.append(dict(device.generators))
     return found
@@ -554,7 +554,7 @@ def unordered() -> dict[str, list[str]]:
         steps = {name: mixing(mesh, **options) for name, options in cases.items()} | {"vocabulary": language(mesh)}
         for name, step in steps.items():
             step()
-            device.forget()
+            device.reset_counts()
             step()
             kinds = ("scatter_add", "index_add", "scatter_reduce", "index_reduce")
             found[name] = [op for op in device.operations if any(kind in op for kind in kinds)]
@@ -579,7 +579,7 @@ def launched(make: Callable[[], so.Optimizer], parameters: int) -> int:
         optimizer = make()
         state, grads = optimizer.init(params), optree.tree_map(torch.ones_like, params)
         for _ in range(2):
-            device.forget()
+            device.reset_counts()
             params, state = optimizer.step(params, grads, state)
         return sum(device.operations.values())
 

@@ -61,7 +61,7 @@ def trained(device: str, program: tuple[str, str, str, dict[str, Any]], scratch:
 
     shapes = {"up": (WIDTH, 5), "b": (5,), "down": (5, WIDTH)}
     whole = {"blocks": [{name: made(*shape) for name, shape in shapes.items()} for _ in range(LAYERS)]}
-    params = sf.shard(whole, mesh, STRATEGIES[strategy].on(**tiers) if tiers else STRATEGIES[strategy])
+    params = sf.shard(whole, mesh, STRATEGIES[strategy].with_tiers(**tiers) if tiers else STRATEGIES[strategy])
     batch = made(4, 3, WIDTH)[dist.get_rank()].to(mesh.device_type)
     staged, opt = sf.stage(block, **STAGES[stage]), OPTIMIZERS[optimizer]()
 
@@ -113,11 +113,11 @@ def on_the_device(
     rank, found = met.add("ranks", 1) - 1, []
     with simulated(4, rank, store=met) as device:
         for program in programs:
-            device.forget()
+            device.reset_counts()
             device.collectives.clear()
             numbers = trained(device.name, program, scratch)
             found.append((numbers, device.races, dict(device.collectives)))
-        device.forget()
+        device.reset_counts()
         device.collectives.clear()
         numbers = differentiated(device.name)
         found.append((numbers, device.races, dict(device.collectives)))
@@ -132,9 +132,9 @@ def on_the_cpu(programs: list[tuple[str, str, str, dict[str, Any]]], scratch: st
 def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder: Path = tmp_path_factory.mktemp("simulated")
     programs = list(PROGRAMS.values())
-    got = world(4, "alone").within(240).run(on_the_device, str(folder / "store"), programs, str(folder))
+    got = world(4, "alone").with_deadline(240).run(on_the_device, str(folder / "store"), programs, str(folder))
     got = [found for _, found in sorted(got, key=lambda pair: pair[0])]
-    want = world(4).within(120).run(on_the_cpu, programs, str(folder))
+    want = world(4).with_deadline(120).run(on_the_cpu, programs, str(folder))
     return {name: ([g[i] for g in got], [w[i] for w in want]) for i, name in enumerate(NAMES)}
 
 

@@ -107,7 +107,7 @@ def trained(strategy: str) -> dict[str, float]:
 @pytest.mark.parametrize("strategy", SIX)
 @both_sizes
 def test_ranks_skip_a_tower_that_they_have_no_use_for(world: World, strategy: str) -> None:
-    for found in world.within(60).run(trained, strategy):
+    for found in world.with_deadline(60).run(trained, strategy):
         assert not {how: off for how, off in found.items() if not off < 1e-12}
 
 
@@ -141,7 +141,7 @@ def transformed() -> dict[str, float]:
 
 @both_sizes
 def test_further_derivatives_go_through_what_is_skipped(world: World) -> None:
-    for found in world.within(30).run(transformed):
+    for found in world.with_deadline(30).run(transformed):
         assert not {how: off for how, off in found.items() if not off < 1e-12}
 
 
@@ -183,7 +183,9 @@ def frozen_between(how: str, adapted: bool) -> list[float]:
 @pytest.mark.world(2, "processes")
 def test_a_frozen_tower_is_skipped(world: World, how: str) -> None:
     for adapted in (False, True):
-        assert worst(off for found in world.within(30).run(frozen_between, how, adapted) for off in found) < 1e-12
+        assert (
+            worst(off for found in world.with_deadline(30).run(frozen_between, how, adapted) for off in found) < 1e-12
+        )
 
 
 def skipped_at_first() -> tuple[int, int]:
@@ -235,9 +237,9 @@ def neither(at: int) -> None:
 @pytest.mark.world(2, "processes")
 def test_a_rank_that_neither_calls_nor_skips_a_stage_is_told(world: World) -> None:
     with pytest.raises(WorldError, match=r"run the same stages|ranks run different stages|in vain for all_gather"):
-        world.within(30).run(neither, 0)
+        world.with_deadline(30).run(neither, 0)
     with pytest.raises(WorldError, match=r"ranks run different stages|in vain for all_gather"):
-        world.within(30).run(neither, 1)
+        world.with_deadline(30).run(neither, 1)
 
 
 def test_a_model_without_a_mesh_skips_to_zero() -> None:

@@ -156,7 +156,7 @@ def check(data: st.DataObject, leaves: Any, kind: Any, n: int, compared: Any = c
     options = data.draw(st.lists(OPTIONS, min_size=len(trees), max_size=len(trees)))
     program = data.draw(programs(len(trees)))
     how = data.draw(st.sampled_from(["backward", "value_and_grad"]))
-    for found in world(n, kind).within(20).run(compared, sizes, placement, trees, frozen, options, program, how):
+    for found in world(n, kind).with_deadline(20).run(compared, sizes, placement, trees, frozen, options, program, how):
         assert worst(found) < 1e-12, found
 
 

@@ -135,13 +135,13 @@ def swapped_by_backward(how: str) -> None:
 @pytest.mark.world(2, "processes")
 def test_backward_with_other_stages_on_other_ranks_is_an_error_that_names_one(world: World) -> None:
     with pytest.raises(WorldError, match=r"stage '1': (its gradient came together|summing its gradient failed)"):
-        world.within(30).run(swapped_by_backward, "direct")
+        world.with_deadline(30).run(swapped_by_backward, "direct")
 
 
 @pytest.mark.world(2, "processes")
 def test_what_comes_with_the_gradients_of_another_stage_tells(world: World) -> None:
     with pytest.raises(WorldError, match=r"stage '1': its gradient came together with another stage's"):
-        world.within(30).run(swapped_by_backward, "native")
+        world.with_deadline(30).run(swapped_by_backward, "native")
 
 
 def reads_at_times(order: Any) -> list[float]:
@@ -290,7 +290,7 @@ def taped_on_some_ranks(strategy: str, where: int) -> tuple[float, list[Any]]:
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2", "hfsdp"])
 def test_hops_begin_in_one_order_whatever_else_is_on_a_ranks_tape(world: World, strategy: str) -> None:
     for where in range(DEPTH):
-        found = world.within(60).run(taped_on_some_ranks, strategy, where)
+        found = world.with_deadline(60).run(taped_on_some_ranks, strategy, where)
         assert worst(off for off, _ in found) < 1e-12
         assert all(order == found[0][1] for _, order in found)
 
@@ -312,7 +312,7 @@ def frozen_unused(options: dict[str, Any]) -> list[float]:
 @pytest.mark.parametrize("options", [{}, {"remat": True}, {"reshard": False}, {"prefetch": 0}], ids=str)
 @both_sizes
 def test_a_rank_whose_loss_does_not_use_frozen_stages(world: World, options: Any) -> None:
-    assert worst(off for found in world.within(20).run(frozen_unused, options) for off in found) < 1e-12
+    assert worst(off for found in world.with_deadline(20).run(frozen_unused, options) for off in found) < 1e-12
 
 
 def frozen_at_the_bottom() -> list[float]:

@@ -37,7 +37,7 @@ def simulating(ranks: int, program: Callable[..., Any], *args: Any) -> Any:
 
 
 def on_device(ranks: int, program: Callable[..., Any], *args: Any) -> Any:
-    return world(1, "alone").within(60).run(simulating, ranks, program, *args)[0]
+    return world(1, "alone").with_deadline(60).run(simulating, ranks, program, *args)[0]
 
 
 def stepping(mesh: Any, loss: Callable[..., Tensor]) -> Step:
@@ -58,7 +58,7 @@ def in_turn(staged: Step) -> Callable[..., Tensor]:
 def races_of_a_steady_step(device: Any, step: Step, *args: Any) -> list[Any]:
     for _ in range(2):
         step(*args)
-    device.forget()
+    device.reset_counts()
     step(*args)
     return list(device.races)
 
@@ -194,7 +194,7 @@ def a_gather_from_the_host_fails(device: Any, mesh: Any, x: Tensor) -> list[Any]
         return torch.tanh(x @ p["w"]) + p["b"].to(x.dtype)
 
     tree = {"w": torch.ones(WIDTH, WIDTH), "b": torch.ones(WIDTH, dtype=torch.bfloat16)}
-    params = sf.shard(tree, mesh, sf.full_shard("shard").on(params="host"))
+    params = sf.shard(tree, mesh, sf.full_shard("shard").with_tiers(params="host"))
     run = sf.shard_map(sf.stage(function), mesh=mesh, in_specs=..., out_specs=..., check=False)
     with torch.no_grad():
         return races_after_a_failure(device, gather.Gathered, "_start_one", 1, run, params, x)

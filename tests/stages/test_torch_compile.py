@@ -80,7 +80,7 @@ def around() -> dict[str, str]:
 
 @pytest.mark.world(2)
 def test_what_works_on_shards_says_what_compiles_it(world: World) -> None:
-    for said in world.within(120).run(around):
+    for said in world.with_deadline(120).run(around):
         wrong = {k: text for k, text in said.items() if "cannot be traced by torch.compile" not in text}
         wrong |= {k: text for k, text in said.items() if not text.startswith("UserError")}
         assert not wrong, wrong

@@ -1118,7 +1118,11 @@ def known_of_places() -> list[bool]:
     specs = sf.by_path([(r".*w", sf.P(None, "tensor")), (r".*", sf.P())])
     grid = sf.make_mesh(shard=2, tensor=2, device="cpu")
     flat = sf.shard(tree(), grid, sf.full_shard("shard"), specs=specs)
-    staged, same, plain = sf.stage(lambda p, x: torch.tanh(x @ p["w"]) @ p["w"].mT + x * p["b"]), [], GatheredView.found
+    staged, same, plain = (
+        sf.stage(lambda p, x: torch.tanh(x @ p["w"]) @ p["w"].mT + x * p["b"]),
+        [],
+        GatheredView.rebuilt_view,
+    )
 
     def found(place: GatheredView) -> Tensor:
         x = plain(place)
@@ -1224,4 +1228,4 @@ def in_a_hook() -> float:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_gradient_in_a_hook_of_another(ranks: int) -> None:
-    assert worst(world(ranks).within(60).run(in_a_hook)) < 1e-12
+    assert worst(world(ranks).with_deadline(60).run(in_a_hook)) < 1e-12

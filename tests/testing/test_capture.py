@@ -39,7 +39,7 @@ def run_again() -> Any:
 
 
 def test_a_graph_runs_on_the_memory_that_it_was_captured_with() -> None:
-    rows, draws, w, races, replays = world(1, "alone").within(60).run(run_again)[0]
+    rows, draws, w, races, replays = world(1, "alone").with_deadline(60).run(run_again)[0]
     assert all(x != x for x in rows[0])  # nothing has run yet
     assert rows[1:] == [[3.0] * 3, [5.0] * 3, [9.0] * 3]
     assert (len(set(draws)), w, races, replays) == (3, [16.0] * 3, [], 3)
@@ -83,7 +83,7 @@ def forbidden() -> dict[str, str]:
 
 
 def test_what_needs_the_host_or_leaves_the_capture_is_an_error() -> None:
-    found = world(1, "alone").within(60).run(forbidden)[0]
+    found = world(1, "alone").with_deadline(60).run(forbidden)[0]
     for name, (_, message) in FORBIDDEN.items():
         assert message in found[name], name
 
@@ -109,8 +109,8 @@ def forked(joins: bool) -> Any:
 
 
 def test_a_stream_that_joins_must_be_waited_for() -> None:
-    assert world(1, "alone").within(60).run(forked, True)[0] == [2.0] * 3
-    assert "ends while work is on 1 streams" in world(1, "alone").within(60).run(forked, False)[0]
+    assert world(1, "alone").with_deadline(60).run(forked, True)[0] == [2.0] * 3
+    assert "ends while work is on 1 streams" in world(1, "alone").with_deadline(60).run(forked, False)[0]
 
 
 def freed(storage: bool) -> str:
@@ -129,8 +129,8 @@ def freed(storage: bool) -> str:
 
 
 def test_memory_that_a_graph_uses_must_not_be_freed() -> None:
-    assert "(3,)" in world(1, "alone").within(60).run(freed, False)[0]
-    assert "(3,)" in world(1, "alone").within(60).run(freed, True)[0]
+    assert "(3,)" in world(1, "alone").with_deadline(60).run(freed, False)[0]
+    assert "(3,)" in world(1, "alone").with_deadline(60).run(freed, True)[0]
 
 
 def frozen() -> tuple[list[float], list[float]]:
@@ -153,6 +153,6 @@ def frozen() -> tuple[list[float], list[float]]:
 
 
 def test_a_rate_that_the_host_computes_stays_what_it_was() -> None:
-    eager, graph = world(1, "alone").within(60).run(frozen)[0]
+    eager, graph = world(1, "alone").with_deadline(60).run(frozen)[0]
     assert eager == pytest.approx([0.975, 0.925, 0.85])
     assert graph == pytest.approx([0.975, 0.95, 0.925])

@@ -112,7 +112,7 @@ def test_a_rank_that_raises_releases_those_that_wait_for_it(world):
 def test_a_hang_ends_at_the_deadline_and_shows_where(world):
     start = time.monotonic()
     with pytest.raises(WorldTimeout) as caught:
-        world.within(0.5).run(only(0, wait))
+        world.with_deadline(0.5).run(only(0, wait))
     assert time.monotonic() - start < 10
     lines = str(caught.value).splitlines()
     assert lines[0].startswith("rank 0 did not return within 0.5 s from only.<locals>.body")
@@ -124,7 +124,7 @@ def test_a_hang_ends_at_the_deadline_and_shows_where(world):
 
 @both
 def test_a_hang_is_a_timeout_error_among_errors(world):
-    stuck, done = world.within(0.5).errors(only(0, wait))
+    stuck, done = world.with_deadline(0.5).errors(only(0, wait))
     assert isinstance(stuck, TimeoutError)
     assert "in all_reduce" in str(stuck)
     assert done is None
@@ -137,7 +137,7 @@ def test_a_hang_outside_collectives_shows_the_line(world):
         time.sleep(60)
 
     with pytest.raises(WorldTimeout, match=r"ranks 0, 1: at test_failures.py:\d+ \(sleep\)"):
-        world.within(0.5).run(sleep)
+        world.with_deadline(0.5).run(sleep)
     assert usable(world)
 
 

@@ -71,7 +71,7 @@ def casts() -> tuple[list[int], set[torch.dtype], dict[str, str]]:
         model, x = nn.Linear(4, 4, bias=False), torch.ones(2, 4)
 
         def copies(**options: Any) -> int:
-            device.forget()
+            device.reset_counts()
             with torch.autocast(device.name, LOW, **options):
                 y = model(x) + model(x)
             y.sum().backward()

@@ -50,7 +50,7 @@ def test_a_thread_that_cannot_be_stopped_is_waited_for():
             time.sleep(2)
 
     with pytest.raises(WorldTimeout, match=r"rank 1: at test_threads.py:\d+ \(doze\)"):
-        world(2, "threads").within(0.3).run(doze)
+        world(2, "threads").with_deadline(0.3).run(doze)
     assert world(2, "threads").run(dist.get_rank) == [0, 1]
 
 

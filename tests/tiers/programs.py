@@ -385,7 +385,7 @@ def changed_to_new_tensors_between_steps(mesh: Any, strategy: Any) -> Any:
 def evenly(strategy: Any) -> Any:
     """One whose gradients are cut as its parameters."""
     even = strategy.gradients == strategy.axes
-    return strategy if even else sf.full_shard(DATA).on(**strategy.tiers._asdict())
+    return strategy if even else sf.full_shard(DATA).with_tiers(**strategy.tiers._asdict())
 
 
 @program

@@ -51,7 +51,7 @@ def noise(n: int, seed: int = 0) -> bytes:
     ("start", "n"), [(0, 8192), (0, 100), (4096, 5000), (7, 9), (100, 20000), (4095, 2), (8191, 1)]
 )
 def test_what_is_written_anywhere_is_read(file: File, start: int, n: int) -> None:
-    stretch, new = file.take(32768)
+    stretch, new = file.allocate(32768)
     assert new
     before, all_of_it = noise(stretch.nbytes), aligned(stretch.nbytes)
     all_of_it[:] = before
@@ -69,7 +69,7 @@ def test_the_page_cache_keeps_nothing_of_what_goes_past_it(tmp_path: Path) -> No
     file = File(str(tmp_path), "params")
     if file.direct < 0:
         pytest.skip("no direct transfers on this file system")
-    stretch, _ = file.take(1 << 20)
+    stretch, _ = file.allocate(1 << 20)
     file.write(stretch.offset, aligned(1 << 20))
     file.read(stretch.offset, aligned(1 << 20))
     assert resident(stretch) == 0
@@ -96,7 +96,7 @@ def short(name: str) -> Iterator[None]:
 
 
 def test_short_reads_and_writes_go_on(file: File) -> None:
-    stretch, _ = file.take(65536)
+    stretch, _ = file.allocate(65536)
     source, into = aligned(65536), aligned(65536)
     source[:] = noise(65536)
     with short("pwritev"):
@@ -108,7 +108,7 @@ def test_short_reads_and_writes_go_on(file: File) -> None:
 
 @pytest.mark.parametrize(("call", "verb"), [("preadv", "reading"), ("pwritev", "writing")])
 def test_an_error_of_the_system_says_what_and_where(file: File, call: str, verb: str) -> None:
-    stretch, _ = file.take(8192)
+    stretch, _ = file.allocate(8192)
     with (
         mock.patch.object(os, call, side_effect=OSError(errno.EIO, "Input/output error")),
         pytest.raises(OSError, match=f"{verb} 0.0 MB of params in '.*' failed: Input/output error"),
@@ -119,8 +119,8 @@ def test_an_error_of_the_system_says_what_and_where(file: File, call: str, verb:
 @pytest.mark.parametrize("length", [0, 4096, 20480, 65536])
 def test_a_file_that_is_cut_off_is_found_out(file: File, length: int) -> None:
     """Also where a later write makes it as long as before: what is missing would be read as zeros."""
-    first, _ = file.take(16384)
-    second, _ = file.take(49152)
+    first, _ = file.allocate(16384)
+    second, _ = file.allocate(49152)
     file.write(first.offset, aligned(16384))
     os.truncate(f"/proc/self/fd/{file.plain}", length)
     for verb in ("read", "write"):
@@ -128,12 +128,12 @@ def test_a_file_that_is_cut_off_is_found_out(file: File, length: int) -> None:
             with pytest.raises(OSError, match="truncated it"):
                 getattr(file, verb)(stretch.offset, aligned(stretch.nbytes))
     with pytest.raises(OSError, match="truncated it"):
-        file.take(4096 * 99)
+        file.allocate(4096 * 99)
 
 
 def test_a_file_that_is_cut_off_while_a_write_begins_is_found_out(file: File) -> None:
     """The write makes it longer again, but not as long as it was."""
-    stretch, _ = file.take(16384)
+    stretch, _ = file.allocate(16384)
     real = os.pwritev
 
     def cutting(*given: Any) -> int:
@@ -147,7 +147,7 @@ def test_a_file_that_is_cut_off_while_a_write_begins_is_found_out(file: File) ->
 
 
 def test_a_disk_without_room_says_how_much_there_is_and_gives_back_what_it_took(file: File) -> None:
-    file.take(8192)
+    file.allocate(8192)
     blocks = os.fstat(file.plain).st_blocks
     real = os.posix_fallocate
 
@@ -162,10 +162,10 @@ def test_a_disk_without_room_says_how_much_there_is_and_gives_back_what_it_took(
             match=r"making room for 41.9 MB of params in '.*' failed: No space left on device; [0-9.,]+ MB are free",
         ) as caught,
     ):
-        file.take(40 << 20)
+        file.allocate(40 << 20)
     assert caught.value.errno == errno.ENOSPC
     assert os.fstat(file.plain).st_blocks <= blocks
-    stretch, new = file.take(4096)
+    stretch, new = file.allocate(4096)
     assert new
     into = aligned(4096)
     file.read(stretch.offset, into)
@@ -174,7 +174,7 @@ def test_a_disk_without_room_says_how_much_there_is_and_gives_back_what_it_took(
 
 def test_stretches_are_used_again(file: File) -> None:
     for _ in range(500):
-        stretches = [file.take(n)[0] for n in (4096, 5000, 12288)]
+        stretches = [file.allocate(n)[0] for n in (4096, 5000, 12288)]
         for one in stretches:
             file.give_back(one)
     assert file.nbytes == 4096 + 8192 + 12288
@@ -183,7 +183,7 @@ def test_stretches_are_used_again(file: File) -> None:
 def test_a_file_leaves_neither_descriptors_nor_addresses_behind(tmp_path: Path) -> None:
     def made() -> None:
         file = File(str(tmp_path), "params")
-        kept = [file.take(8192)[0] for _ in range(3)]
+        kept = [file.allocate(8192)[0] for _ in range(3)]
         file.give_back(kept[0])
 
     def held() -> tuple[int, int]:
@@ -204,7 +204,7 @@ def test_threads_get_stretches_of_their_own(file: File) -> None:
     found: list[Any] = []
 
     def many() -> None:
-        found.extend(file.take(4096)[0] for _ in range(50))
+        found.extend(file.allocate(4096)[0] for _ in range(50))
 
     threads = [threading.Thread(target=many) for _ in range(6)]
     for thread in threads:
@@ -216,7 +216,7 @@ def test_threads_get_stretches_of_their_own(file: File) -> None:
 
 def test_a_fork_reads_but_does_not_change(tmp_path: Path) -> None:
     file = File(str(tmp_path), "params")
-    stretch, _ = file.take(4096)
+    stretch, _ = file.allocate(4096)
     source = aligned(4096)
     source[:] = noise(4096)
     file.write(stretch.offset, source)
@@ -225,7 +225,7 @@ def test_a_fork_reads_but_does_not_change(tmp_path: Path) -> None:
         into = aligned(4096)
         file.read(stretch.offset, into)
         try:
-            file.take(8192)
+            file.allocate(8192)
         except RuntimeError as error:
             told.send((bytes(into), str(error)))
 

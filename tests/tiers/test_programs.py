@@ -56,7 +56,7 @@ def differ(name: str, strategy: str, tiers: list[str], size: int, folder: str) -
         want, found = PROGRAMS[name](mesh, placement), []
         for tier in tiers:
             torch.manual_seed(0)
-            got = PROGRAMS[name](mesh, placement.on(**TIERS[tier]))
+            got = PROGRAMS[name](mesh, placement.with_tiers(**TIERS[tier]))
             found += [f"{name}, {strategy}, {tier}: {told}" for told in different(got, want)]
     return found + [f"{name}: {left} is left" for left in os.listdir(folder)]
 
@@ -130,5 +130,5 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as place:
         for ranks, program in itertools.product(args.ranks, PROGRAMS):
             every = [(program, strategy, list(TIERS)) for strategy in STRATEGIES]
-            told = shared_world(ranks).within(600).run(all_of, every, ranks, place)
+            told = shared_world(ranks).with_deadline(600).run(all_of, every, ranks, place)
             print(f"{ranks} ranks, {program}: {told if any(told) else 'the same bits'}", flush=True)

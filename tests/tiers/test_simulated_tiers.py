@@ -44,11 +44,11 @@ def kept(device: Any, kinds: tuple[str, ...], optimizer: so.Optimizer) -> dict[s
     mesh = sf.make_mesh(shard=8, device=device.name)
     whole = {"blocks": [{"w": torch.randn(64, 64), "b": torch.zeros(64)} for _ in range(4)]}
     tiers: dict[str, Any] = dict.fromkeys(kinds, "host")
-    params = sf.shard(whole, mesh, sf.full_shard("shard").on(**tiers))
+    params = sf.shard(whole, mesh, sf.full_shard("shard").with_tiers(**tiers))
     state, x, grads = optimizer.init(params), torch.randn(8, 64, device=device.name), None
     for number in range(3):
         if number == 2:
-            device.forget()
+            device.reset_counts()
         _, grads = sf.value_and_grad(loss)(params, x)
         params, state = optimizer.step(params, grads, state)
     found = {"params": params, "grads": grads, "state": state}

@@ -345,7 +345,7 @@ def test_what_is_announced_is_read_once_and_is_what_it_is_when_it_is_taken(file:
         wait_for(lambda: reads == ["read"])
         for change in (lambda: None, lambda: there.mul_(2), lambda: copying.copy_(there, drawn(500, seed=4))):
             change()
-            one = ahead.take(there)
+            one = ahead.started_read(there)
             assert one is not None
             one.wait()
             assert one.values.equal(there)
@@ -360,7 +360,7 @@ def test_what_changes_unseen_is_not_taken_from_before(file: File) -> None:
         there, ahead = tensors.empty((500,), torch.float64, file, zeros=True), DiskPrefetch()
         ahead.announce(there)
         there.fill_(3)
-        one = ahead.take(there)
+        one = ahead.started_read(there)
         assert one is not None
         one.wait()
         assert one.values.equal(torch.full((500,), 3.0, dtype=torch.float64))
@@ -371,7 +371,7 @@ def test_what_a_transform_made_is_not_announced(file: File) -> None:
 
     def f(x: Tensor) -> Tensor:
         ahead.announce(x)
-        assert ahead.take(x) is None
+        assert ahead.started_read(x) is None
         return x.square().sum()
 
     assert torch.func.grad(f)(there).equal(2 * drawn(5, 4))
@@ -393,7 +393,7 @@ def test_what_nobody_takes_is_given_up_without_a_wait_or_an_error(file: File, fr
         assert time.monotonic() - begin < 5
         held.go.set()
         wait_for(lambda: spare(fresh) == fresh.nbytes)
-    taken = ahead.take(there[0])
+    taken = ahead.started_read(there[0])
     assert taken is not None
     taken.wait()
     assert taken.values.equal(there[0])
@@ -412,7 +412,7 @@ def test_gradients_arrive_and_add_up_on_a_slow_disk(file: File) -> None:
     with there, disk(late(1)):
         found = [made.add(None, drawn(3000, seed=k), "disk") for k in range(6)]
         found = [made.add(x, drawn(3000, seed=k + 50), "disk") for k, x in enumerate(found)]
-        made.settle()
+        made.wait_for_gradients()
     for k, x in enumerate(found):
         assert x.equal(drawn(3000, seed=k) + drawn(3000, seed=k + 50))
 
@@ -424,9 +424,9 @@ def test_a_gradient_that_cannot_be_written_is_told_once(file: File) -> None:
             for k in range(2):
                 made.add(None, drawn(500, seed=k), "disk")
             with pytest.raises(RuntimeError, match=r"writing 0.0 MB of params"):
-                made.settle()
+                made.wait_for_gradients()
         found = made.add(None, drawn(500), "disk")
-        made.settle()
+        made.wait_for_gradients()
     assert found.equal(drawn(500))
 
 
@@ -509,5 +509,5 @@ def test_a_gradient_that_is_under_way_when_another_fails_ends_first(file: File) 
             made.add(None, drawn(500, seed=k), "disk")
         wait_for(lambda: len(writes) == 2)
         with pytest.raises(RuntimeError, match="Input/output error"):
-            made.settle()
+            made.wait_for_gradients()
         wait_for(lambda: free(file, 4096) >= 1)

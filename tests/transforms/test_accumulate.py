@@ -217,7 +217,7 @@ def sixteen_bits(folder: str) -> Any:
     stage = sf.stage(lambda p, x: (p["w"] * x).sum())
     found: dict[Any, Any] = {}
     for tier, defer in [("device", defer) for defer in DEFERS] + [("host", "replicas"), ("disk", "replicas")]:
-        strategy = sf.hybrid_shard(shard="shard", replica="replica").on(grads=tier)  # type: ignore[arg-type]
+        strategy = sf.hybrid_shard(shard="shard", replica="replica").with_tiers(grads=tier)  # type: ignore[arg-type]
         flat = sf.shard({"a": {"w": torch.zeros(4, dtype=torch.bfloat16)}}, mesh, strategy)
         loss = lambda p, x: (stage(p["a"], x) / mesh.size(), 0.5 / len(ROWS))  # noqa: E731
         gradient = sf.accumulate(loss, x, defer=defer)(flat)[1]  # type: ignore[arg-type]

@@ -259,7 +259,7 @@ CASES += [(2, name) for name in PROGRAMS if name not in MESHES or name.startswit
 @pytest.mark.central
 @pytest.mark.parametrize(("ranks", "name"), CASES, ids=[f"{ranks}-{name}" for ranks, name in CASES])
 def test_a_program_has_the_numbers_and_messages_of_the_step(ranks: int, name: str) -> None:
-    for found in world(ranks).within(120).run(compared, name):
+    for found in world(ranks).with_deadline(120).run(compared, name):
         for i, (off, more, less) in enumerate(found):
             assert off < (1e-5 if name == "mixed" else 1e-12), (i, off)
             if i >= 2:  # the second call compares what ranks will send; the third ends with a comparison
@@ -276,7 +276,7 @@ def test_inductor_compiles_a_program() -> None:
 
 @pytest.mark.parametrize("name", INDUCTOR)
 def test_what_inductor_compiles_has_the_same_numbers(name: str) -> None:
-    for found in world(2).within(300).run(compared, name, inductor=True):
+    for found in world(2).with_deadline(300).run(compared, name, inductor=True):
         for i, (off, more, less) in enumerate(found):
             assert off < 1e-12, (i, off)
             assert i < 2 or (more.total() == int(i == 2) and less == Counter())
@@ -287,7 +287,7 @@ def test_what_inductor_compiles_has_the_same_numbers(name: str) -> None:
 
 def test_ranks_that_are_threads_are_refused() -> None:
     with pytest.raises(Exception, match=r"compile\(step\): ranks are threads of one process, and torch"):
-        world(2, "threads").within(60).run(in_turn, "policy")
+        world(2, "threads").with_deadline(60).run(in_turn, "policy")
 
 
 def alone(case: Callable[[], Any]) -> Any:
@@ -297,7 +297,7 @@ def alone(case: Callable[[], Any]) -> Any:
 
 
 def on_one_rank(case: Callable[[], Any]) -> Any:
-    return world(1).within(60).run(alone, case)[0]
+    return world(1).with_deadline(60).run(alone, case)[0]
 
 
 toy = functools.partial(steps.toy, sf.compile, "cpu")
@@ -714,7 +714,7 @@ def cases_of_modules() -> dict[str, tuple[Callable[..., Any], Callable[[], Any],
 def test_a_change_is_noticed_wherever_a_module_has_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "RATES", [1.0])
     step, change, told = cases_of_modules()[name]
-    around = surroundings.kept(surroundings.surroundings(step), surroundings.surroundings(step))
+    around = surroundings.unchanged_values(surroundings.captured_values(step), surroundings.captured_values(step))
     assert surroundings.changed(around, step) == ""
     change()
     try:
@@ -726,7 +726,7 @@ def test_a_change_is_noticed_wherever_a_module_has_it(name: str, monkeypatch: py
 def test_what_is_equal_or_too_much_to_look_through_is_the_same() -> None:
     net: Any = Configured()
     net.lists = {"rates": [1.0], "many": [[[0.0] * 200] * 200] * 200}
-    around = surroundings.surroundings(lambda w: net(w))
+    around = surroundings.captured_values(lambda w: net(w))
     net.number, net.config, net.fields = np.float64(1.0), Rates(inner=Rates()), SimpleNamespace(rate=1.0)
     began = time.perf_counter()
     assert surroundings.changed(around, lambda w: net(w)) == ""
@@ -866,7 +866,7 @@ def cases_of_places() -> dict[str, tuple[Callable[..., Any], Callable[[], Any], 
 @pytest.mark.parametrize("name", cases_of_places())
 def test_a_change_is_noticed_wherever_it_is(name: str) -> None:
     step, change, told = cases_of_places()[name]
-    around = surroundings.kept(surroundings.surroundings(step), surroundings.surroundings(step))
+    around = surroundings.unchanged_values(surroundings.captured_values(step), surroundings.captured_values(step))
     assert surroundings.changed(around, step) == ""
     change()
     assert re.search(told, surroundings.changed(around, step)), surroundings.changed(around, step)
@@ -887,7 +887,7 @@ def test_what_others_note_on_a_module_changes_nothing() -> None:
     def step(w: Tensor) -> Any:
         return layer(w)
 
-    around = surroundings.surroundings(step)
+    around = surroundings.captured_values(step)
     layer.epoch = 3
     with torch.no_grad():
         layer.weight.add_(1)
@@ -902,7 +902,7 @@ def test_functions_that_are_made_again_alike_are_the_same() -> None:
         f = made[0]
         return f(w)
 
-    around = surroundings.surroundings(step)
+    around = surroundings.captured_values(step)
     for rate, told in ((1.0, ""), (1.0, ""), (0.5, "rate in scaled.<locals>.<lambda> is 0.5 now, and was 1.0")):
         made[0] = scaled(rate)
         assert surroundings.changed(around, step) == told
@@ -1046,7 +1046,7 @@ def decompositions_of(layers: int) -> int:
 
 @pytest.mark.parametrize("count", [regions_of, decompositions_of])
 def test_equal_layers_are_compiled_once(count: Callable[[int], int]) -> None:
-    few, many = (world(2).within(60).run(count, layers) for layers in (4, 9))
+    few, many = (world(2).with_deadline(60).run(count, layers) for layers in (4, 9))
     assert few == many
 
 
@@ -1151,7 +1151,7 @@ def by_rank(other: str) -> Any:
 @pytest.mark.parametrize("other", ["more", "another", "another shape", "another dimension"])
 def test_ranks_that_do_different_things_are_told_before_they_run(other: str) -> None:
     with pytest.raises(Exception, match="the collectives of the step differ between ranks"):
-        world(2).within(60).run(by_rank, other)
+        world(2).with_deadline(60).run(by_rank, other)
 
 
 UNLIKE: dict[str, tuple[int, Callable[[Tensor], Any]]] = {
@@ -1389,13 +1389,13 @@ def drawn_by_inductor() -> Any:
 
 
 def test_inductor_draws_what_torch_draws() -> None:
-    plain, compiled = world(1).within(120).run(drawn_by_inductor)[0]
+    plain, compiled = world(1).with_deadline(120).run(drawn_by_inductor)[0]
     assert distance(compiled, plain) < 1e-12
 
 
 @pytest.mark.parametrize("name", OVERWRITTEN)
 def test_inductor_overwrites_nothing_that_is_still_read(name: str) -> None:
-    plain, compiled = world(1).within(120).run(overwritten_by, name)[0]
+    plain, compiled = world(1).with_deadline(120).run(overwritten_by, name)[0]
     assert distance(compiled, plain) < 1e-12
 
 
@@ -1504,7 +1504,7 @@ def test_memory_that_is_not_torchs_is_overwritten_where_it_stays() -> None:
 
 @pytest.mark.parametrize("name", ["a slice", "running statistics, twice", "statistics of each row"])
 def test_inductor_overwrites_a_tensor_from_elsewhere(name: str) -> None:
-    plain, compiled = world(1).within(120).run(written_elsewhere, WRITES[name])[0]
+    plain, compiled = world(1).with_deadline(120).run(written_elsewhere, WRITES[name])[0]
     assert distance(compiled, plain) < 1e-12
 
 
@@ -1544,7 +1544,7 @@ def compiled_under_autocast() -> Any:
 
 
 def test_inductor_meets_no_autocast() -> None:
-    plain, compiled = world(1).within(120).run(compiled_under_autocast)[0]
+    plain, compiled = world(1).with_deadline(120).run(compiled_under_autocast)[0]
     assert distance(compiled, plain) < 1e-12
 
 
@@ -1607,7 +1607,7 @@ def differentiated_twice() -> Any:
 
 
 def test_second_derivatives_are_compositions() -> None:
-    for plain, compiled in world(2).within(60).run(alone, differentiated_twice):
+    for plain, compiled in world(2).with_deadline(60).run(alone, differentiated_twice):
         assert distance(compiled, plain, 1.0) < 1e-12
 
 
@@ -1628,7 +1628,7 @@ def twice_backward() -> Any:
 
 
 def test_a_second_backward_uses_the_same_random_numbers() -> None:
-    for plain, compiled in world(2).within(60).run(alone, twice_backward):
+    for plain, compiled in world(2).with_deadline(60).run(alone, twice_backward):
         assert distance(compiled, plain) < 1e-12
 
 
@@ -1655,7 +1655,7 @@ def sent_around() -> Any:
 
 
 def test_collectives_with_arguments_of_each_rank() -> None:
-    for plain, compiled in world(2).within(60).run(alone, sent_around):
+    for plain, compiled in world(2).with_deadline(60).run(alone, sent_around):
         assert distance(compiled, plain) < 1e-12
 
 
@@ -1850,5 +1850,5 @@ def mapped_over_tangents() -> float:
 
 
 def test_a_map_over_tangents_is_a_composition_of_collectives() -> None:
-    for off in world(2).within(120).run(alone, mapped_over_tangents):
+    for off in world(2).with_deadline(120).run(alone, mapped_over_tangents):
         assert off < 1e-12

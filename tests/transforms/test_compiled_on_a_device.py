@@ -50,7 +50,7 @@ def on_the_device(store: str) -> dict[str, Any]:
 
             @contextlib.contextmanager
             def around(i: int, noted: list[Any] = noted) -> Iterator[None]:
-                device.forget()
+                device.reset_counts()
                 yield
                 noted.append((device.races, device.synchronisations))
 
@@ -60,7 +60,7 @@ def on_the_device(store: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return world(4, "alone").within(400).run(on_the_device, str(tmp_path_factory.mktemp("compiled") / "store"))
+    return world(4, "alone").with_deadline(400).run(on_the_device, str(tmp_path_factory.mktemp("compiled") / "store"))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -93,7 +93,7 @@ def on_streams(store: str, training: str, evaluating: str, ordered: bool) -> Any
 
         train, evaluate, side = kinds[training](step), kinds[evaluating](evaluated), module.Stream()
         side.wait_stream(module.current_stream())
-        device.forget()
+        device.reset_counts()
         for _ in range(7):
             params, state, value = train(params, state, batch)
             with torch.no_grad(), module.stream(side):
@@ -114,7 +114,7 @@ STREAMS = [("compile", "plain"), ("compile", "compile"), ("graphed", "plain"), (
 def test_programs_on_two_streams_do_not_meet_in_gathered_parameters(
     tmp_path: Any, training: str, evaluating: str, ordered: bool
 ) -> None:
-    ranks = world(2, "alone").within(120)
+    ranks = world(2, "alone").with_deadline(120)
     for losses, races in ranks.run(on_streams, str(tmp_path / "store"), training, evaluating, ordered):
         assert races == []
         assert losses[::2] == sorted(losses[::2], reverse=True)
@@ -156,7 +156,9 @@ def failing(store: str, work: str, after: int) -> Any:
 
 @pytest.mark.parametrize(("work", "after"), [("GatherFunction", 0), ("GatherFunction", 3), ("Reducing", 1)])
 def test_after_an_error_in_the_middle_a_program_goes_on_from_copies(tmp_path: Any, work: str, after: int) -> None:
-    for (plain, again), more, races in world(2, "alone").within(120).run(failing, str(tmp_path / "s"), work, after):
+    for (plain, again), more, races in (
+        world(2, "alone").with_deadline(120).run(failing, str(tmp_path / "s"), work, after)
+    ):
         assert again == pytest.approx(plain, rel=1e-12)
         assert (more, races) == (0, [])
 
@@ -179,7 +181,7 @@ def indexed(store: str, transform: Callable[[Any], Any]) -> str:
 
 @pytest.mark.parametrize("transform", [sf.compile, sf.graphed])
 def test_indices_from_the_cpu_are_refused(tmp_path: Any, transform: Any) -> None:
-    found = world(1, "alone").within(60).run(indexed, str(tmp_path / "store"), transform)[0]
+    found = world(1, "alone").with_deadline(60).run(indexed, str(tmp_path / "store"), transform)[0]
     assert "(step): the step copies indices from the CPU to sim at" in found
 
 

@@ -124,7 +124,7 @@ def test_whatever_the_step_does(world: World, name: str) -> None:
 def test_gradients_and_parameters_that_are_elsewhere(
     world: World, tier: Literal["host", "disk"], tmp_path: Path
 ) -> None:
-    placement = sf.full_shard(("replica", "shard")).on(params=tier, grads=tier)
+    placement = sf.full_shard(("replica", "shard")).with_tiers(params=tier, grads=tier)
     faults = [(1, 0, "backward in 1", 1, 1), (0, 1, "forward in 2", 2, 2)]
     for used, _, same, far in world.run(compared, PAIR, placement, faults, 6, scratch=tmp_path):
         assert (used, same) == ([2] + [4] * 5, True)

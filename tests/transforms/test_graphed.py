@@ -148,7 +148,7 @@ def on_the_device(store: str, name: str) -> Any:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_graph_on_four_ranks_gives_the_numbers_of_one_process(tmp_path: Path, name: str) -> None:
     want = alone((OPTIMIZERS | OTHERS)[PROGRAMS[name][1]]() if "shard_state" not in name else so.adamw(1e-2))
-    ranks = world(4, "alone").within(100).run(on_the_device, str(tmp_path / "store"), name)
+    ranks = world(4, "alone").with_deadline(100).run(on_the_device, str(tmp_path / "store"), name)
     for got, races, replays, collectives in ranks:
         assert (races, replays) == ([], STEPS - WARM_UP)
         assert distance(got, want, 1.0) < 1e-12
@@ -160,14 +160,14 @@ def test_a_graph_on_four_ranks_gives_the_numbers_of_one_process(tmp_path: Path, 
 def test_on_several_cpus_a_graphed_step_gives_the_numbers_of_one(name: str) -> None:
     placement, optimizer = PROGRAMS[name]
     make = (OPTIMIZERS | OTHERS)[optimizer]
-    for got in world(4).within(60).run(trained, "cpu", placement, make(), (2, 2)):
+    for got in world(4).with_deadline(60).run(trained, "cpu", placement, make(), (2, 2)):
         assert distance(got, alone(make()), 1.0) < 1e-12
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS | OTHERS)
 def test_on_the_cpu_a_graphed_step_runs_as_it_is(name: str) -> None:
     optimizer = (OPTIMIZERS | OTHERS)[name]
-    got = world(1).within(60).run(trained, "cpu", "full_shard", optimizer(), (1, 1))[0]
+    got = world(1).with_deadline(60).run(trained, "cpu", "full_shard", optimizer(), (1, 1))[0]
     assert distance(got, alone(optimizer() if name != "shard_state" else so.adamw(1e-2)), 1.0) < 1e-12
 
 
@@ -214,7 +214,7 @@ def remembered(device: str) -> Any:
 
 def staged(layer: Callable[..., Tensor], device: str, **options: Any) -> Any:
     mesh = sf.make_mesh(replica=1, shard=1, device=device)
-    params = sf.shard(whole(), mesh, sf.full_shard("shard").on(**options.pop("tiers", {})))
+    params = sf.shard(whole(), mesh, sf.full_shard("shard").with_tiers(**options.pop("tiers", {})))
     optimizer = so.sgd(0.1)
     state, step = optimizer.init(params), sf.graphed(step_of(mesh, optimizer, sf.stage(layer, **options)))
     for x in batches(1):
@@ -343,7 +343,7 @@ def told_on_the_device() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def heard() -> dict[str, str]:
-    return world(1, "alone").within(200).run(told_on_the_device)[0]
+    return world(1, "alone").with_deadline(200).run(told_on_the_device)[0]
 
 
 @pytest.mark.parametrize("name", REFUSED | ONLY_ON_DEVICES)
@@ -360,7 +360,7 @@ def told_on_the_cpu() -> dict[str, str]:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_program_shows_its_errors_on_the_cpu(name: str) -> None:
-    found = world(1).within(100).run(told, REFUSED[name][0], "cpu")[0]
+    found = world(1).with_deadline(100).run(told, REFUSED[name][0], "cpu")[0]
     with pytest.raises(AssertionError, match=REFUSED[name][1]):
         raise AssertionError(found)
 
@@ -382,7 +382,7 @@ def drops_on_the_device() -> list[list[float]]:
 
 
 def test_dropout_draws_new_numbers_in_each_run() -> None:
-    got = world(1, "alone").within(60).run(drops_on_the_device)[0]
+    got = world(1, "alone").with_deadline(60).run(drops_on_the_device)[0]
     torch.manual_seed(0)
     x = torch.ones(64, dtype=torch.float64)
     assert got == [F.dropout(x, 0.5).tolist() for _ in range(6)]
@@ -412,7 +412,7 @@ def lengths_on_the_device() -> Any:
 
 
 def test_a_new_shape_gets_a_graph_of_its_own() -> None:
-    (got, want), replays, races = world(1, "alone").within(60).run(lengths_on_the_device)[0]
+    (got, want), replays, races = world(1, "alone").with_deadline(60).run(lengths_on_the_device)[0]
     assert (replays, races) == (14 - 2 * WARM_UP, [])
     assert distance(got, want, 1.0) < 1e-14
 
@@ -443,8 +443,8 @@ def restored_on_the_device() -> Any:
 
 @pytest.mark.parametrize("kind", ["cpu", "sim"])
 def test_a_state_from_elsewhere_is_copied_in_and_its_numbers_too(kind: str) -> None:
-    run = world(1).within(60).run(restored, "cpu") if kind == "cpu" else None
-    first, again = (run or world(1, "alone").within(60).run(restored_on_the_device))[0]
+    run = world(1).with_deadline(60).run(restored, "cpu") if kind == "cpu" else None
+    first, again = (run or world(1, "alone").with_deadline(60).run(restored_on_the_device))[0]
     assert first == again
 
 
@@ -469,7 +469,7 @@ def test_arguments_in_the_memory_of_others_are_read_before_they_are_overwritten(
     for i in range(8):
         x, y = b + 1, a * 2
         a, b = (y, x) if i > 3 else (x, y)
-    assert world(1, "alone").within(60).run(swapped_on_the_device)[0] == [*a.tolist(), *b.tolist()]
+    assert world(1, "alone").with_deadline(60).run(swapped_on_the_device)[0] == [*a.tolist(), *b.tolist()]
 
 
 @plainly
@@ -496,7 +496,7 @@ def beside_eager_calls(reshard: Any) -> Any:
 
 @pytest.mark.parametrize("reshard", [None, False, "step"])
 def test_a_graph_may_run_between_forward_and_backward_of_an_eager_call(reshard: Any) -> None:
-    found, replays, races = world(1, "alone").within(60).run(beside_eager_calls, reshard)[0]
+    found, replays, races = world(1, "alone").with_deadline(60).run(beside_eager_calls, reshard)[0]
     assert (replays, races) == (STEPS - WARM_UP, [])
     assert all(torch.equal(x, y) for other in found for x, y in zip(found[0], other, strict=True))
 
@@ -520,7 +520,7 @@ def looked_up() -> str:
 
 
 def test_what_a_graph_computes_is_checked_later() -> None:
-    found = world(1, "alone").within(60).run(looked_up)[0]
+    found = world(1, "alone").with_deadline(60).run(looked_up)[0]
     assert found.startswith("RuntimeError: embedding: tokens are from 0 to 9; they are from 0 to 3")
 
 
@@ -550,7 +550,7 @@ def products_on(kind: str) -> list[float]:
 
 @pytest.mark.parametrize(("kind", "backend"), [("cpu", "processes"), ("sim", "alone")])
 def test_a_product_with_a_hessian_has_a_graph_whatever_functions_make_of_nothing(kind: str, backend: Any) -> None:
-    (off,) = world(1, backend).within(60).run(products_on, kind)
+    (off,) = world(1, backend).with_deadline(60).run(products_on, kind)
     assert worst(off) < 1e-12
 
 
@@ -585,13 +585,13 @@ def failing(store: str, how: str) -> str:
 
 
 def test_an_error_on_one_rank_is_raised_on_all(tmp_path: Any) -> None:
-    first, second = sorted(world(2, "alone").within(100).run(failing, str(tmp_path / "store"), "fails"))
+    first, second = sorted(world(2, "alone").with_deadline(100).run(failing, str(tmp_path / "store"), "fails"))
     assert "rank 1 failed: no more today" in first
     assert second.startswith("1 ValueError: no more today")
 
 
 def test_ranks_that_would_capture_different_steps_are_told(tmp_path: Any) -> None:
-    for found in world(2, "alone").within(100).run(failing, str(tmp_path / "store"), "differs"):
+    for found in world(2, "alone").with_deadline(100).run(failing, str(tmp_path / "store"), "differs"):
         assert "ValueError: graphed(<lambda>): the arguments differ between ranks" in found
         assert "'left'" in found
         assert "'right'" in found
@@ -608,7 +608,7 @@ def counted_collectives(graph: bool) -> Any:
         counts, waits = [], []
         for x in batches(4):
             own = x[0].to(device.name)
-            device.forget()
+            device.reset_counts()
             with sf.ledger() as log:
                 params, state, _ = step(params, state, own)
             counts.append((log.count(op="all_gather"), log.count(op="reduce_scatter"), log.bytes()))
@@ -617,9 +617,9 @@ def counted_collectives(graph: bool) -> Any:
 
 
 def test_a_ledger_has_the_collectives_of_each_run_and_no_run_waits() -> None:
-    counts, waits = world(1, "alone").within(60).run(counted_collectives, True)[0]
+    counts, waits = world(1, "alone").with_deadline(60).run(counted_collectives, True)[0]
     assert counts[-1][1] == LAYERS
-    eagerly, _ = world(1, "alone").within(60).run(counted_collectives, False)[0]
+    eagerly, _ = world(1, "alone").with_deadline(60).run(counted_collectives, False)[0]
     alike = [i for i in range(STEPS) if i not in (0, 1, WARM_UP)]  # in these calls ranks compare
     assert [counts[i] for i in alike] == [eagerly[i] for i in alike]
     assert counts[WARM_UP][1] == LAYERS

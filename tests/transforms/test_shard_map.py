@@ -408,7 +408,7 @@ class TestRanksThatDiffer:
             more = {"z": torch.ones(2)} if rank and shapes[0] == shapes[1] else {}
             return on_mesh(lambda x: x, P("a"), {"x": torch.ones(*shapes[rank]), **more})
 
-        for error in world(2, "threads").within(20).errors(body):
+        for error in world(2, "threads").with_deadline(20).errors(body):
             assert "the arguments differ between ranks" in str(error)
             assert ("If this is a last batch with fewer rows, drop it" in str(error)) == batch
 
@@ -429,7 +429,7 @@ class TestRanksThatDiffer:
         def body() -> Any:
             return on_mesh(lambda x, y=None: x, specs, *calls(dist.get_rank()))
 
-        errors = world(2, "threads").within(20).errors(body)
+        errors = world(2, "threads").with_deadline(20).errors(body)
         assert [type(error) for error in errors] == [ValueError] * 2
         assert str(errors[0]) == str(errors[1])
         assert [word for word in words if word not in str(errors[0])] == []
@@ -447,7 +447,7 @@ class TestRanksThatDiffer:
         def body() -> Any:
             return on_mesh(lambda x, y=None: x, specs, *calls(dist.get_rank()))
 
-        own, others = world(2, "threads").within(20).errors(body)
+        own, others = world(2, "threads").with_deadline(20).errors(body)
         assert isinstance(own, (TypeError, ValueError))
         assert type(others) is ValueError
         assert "rank 0 failed: " in str(others)
@@ -464,7 +464,7 @@ class TestRanksThatDiffer:
         def body() -> Any:
             return on_mesh(evaluate if dist.get_rank() else train, P(), *args)
 
-        errors = world(2).within(20).errors(body)
+        errors = world(2).with_deadline(20).errors(body)
         assert [type(error) for error in errors] == [ValueError] * 2
         assert all("train" in str(error) and "evaluate" in str(error) for error in errors)
 
@@ -472,7 +472,7 @@ class TestRanksThatDiffer:
         def body() -> Any:
             return on_mesh(lambda x: x, P("a"), torch.ones(2 + (dist.get_rank() == 2)))
 
-        for error in world(4, "threads").within(20).errors(body):
+        for error in world(4, "threads").with_deadline(20).errors(body):
             assert type(error) is ValueError
             assert "rank 2 has x: torch.float32 (3,)" in str(error)
 
@@ -480,7 +480,7 @@ class TestRanksThatDiffer:
         def body() -> Any:
             return on_mesh(lambda x: sf.psum(x.sum(), "a").item(), ..., torch.ones(2 + dist.get_rank()))
 
-        assert world(2).within(20).run(body) == [5.0] * 2
+        assert world(2).with_deadline(20).run(body) == [5.0] * 2
 
     @pytest.mark.parametrize("collective", ["psum", "all_gather", "reduce_scatter"])
     def test_a_last_batch_that_is_short_on_one_rank_is_an_error_and_mixes_nothing(self, collective: str) -> None:
@@ -492,7 +492,7 @@ class TestRanksThatDiffer:
             step(torch.ones(4, 2))
             return step(torch.ones(3 if dist.get_rank() else 4, 2))
 
-        errors = world(2).within(30).errors(body)
+        errors = world(2).with_deadline(30).errors(body)
         assert [type(error) for error in errors] == [RuntimeError, RuntimeError]
         assert all("waits in vain" in str(error) or "waited in vain" in str(error) for error in errors)
         assert "x: torch.float32 (3, 2)" in str(errors[1])
@@ -574,7 +574,7 @@ class TestOutside:
             grad(f)(x)
             return f(x)
 
-        for error in world(2, "threads").within(20).errors(body):
+        for error in world(2, "threads").with_deadline(20).errors(body):
             assert type(error) is ValueError
             assert "differ between ranks" in str(error)
 

@@ -150,7 +150,8 @@ GUIDES: dict[str, Guide] = {
     **{f"accelerate-{number}": Guide(".yaml", accelerate(number), 0, (f"sf.{ours}(",))
        for number, ours in enumerate(CUTS, 1)},
     "accelerate-old-prefetch": Guide(".yaml", accelerate(1, "backward_prefetch_policy"), 0, (*FULL, "prefetch=1")),
-    "accelerate-offload": Guide(".yaml", accelerate("FULL_SHARD", offload=True), 0, ('strategy.on(params="host"',)),
+    "accelerate-offload": Guide(".yaml", accelerate("FULL_SHARD", offload=True), 0,
+                                ('strategy.with_tiers(params="host"',)),
     "accelerate-2": Guide(".yaml", HEAD + NEW.format(kept="true"), 0, ("sf.full_shard(", "remat=True")),
     "accelerate-2-kept": Guide(".yaml", HEAD + NEW.format(kept="false"), 0, ("sf.shard_grad_op(",)),
     "deepspeed-2": Guide(".json", json.dumps(STAGE2), 1, ("sf.zero2(", "loss_scaled"), ("fp16.hysteresis",)),
@@ -158,7 +159,7 @@ GUIDES: dict[str, Guide] = {
     **{f"transformers-{said.replace(' ', '-')}": Guide(".py", hf(fsdp=said, bf16=True, **WHOLE), 0, (cut, *TOKENS))
        for said, cut in (("full_shard", "sf.full_shard("), ("full_shard auto_wrap", "sf.full_shard("),
                          ("shard_grad_op auto_wrap", "sf.shard_grad_op("), ("hybrid_shard", "sf.hybrid_shard("),
-                         ("full_shard offload", '.on(params="host"'))},
+                         ("full_shard offload", '.with_tiers(params="host"'))},
     "transformers-true": Guide(".py", hf(fsdp=True, **WHOLE, fsdp_config={
         "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "activation_checkpointing": True,
         "reshard_after_forward": True, "cpu_ram_efficient_loading": True, "state_dict_type": "SHARDED_STATE_DICT",
@@ -171,7 +172,7 @@ GUIDES: dict[str, Guide] = {
         "fsdp_transformer_layer_cls_to_wrap": "BertLayer", "fsdp_backward_prefetch": "backward_pre",
     }), 0, ('stages={"BertLayer"}',)),
     "transformers-deepspeed": Guide(".py", hf(deepspeed=AUTO, bf16=True, warmup_steps=10, **WHOLE), 0, (
-        "sf.full_shard(", '.on(params="host", grads="host", state="host")', "2e-05", "micro_batches = 2",
+        "sf.full_shard(", '.with_tiers(params="host", grads="host", state="host")', "2e-05", "micro_batches = 2",
         "sf.run.batches(rows, mesh, DATA, 8 * micro_batches * mesh.size(), seed=0)", "steps=100",
     )),
     "transformers-fp16": Guide(".py", hf(fp16=True, weight_decay=0.1, lr_scheduler_type="cosine", **WHOLE), 0, (
@@ -191,9 +192,9 @@ GUIDES: dict[str, Guide] = {
     )),
     **{f"lightning-{name}": Guide(".py", LIGHTNING.format(strategy=f'"{name}"', precision="32-true"), 0, (line,))
        for name, line in (("fsdp", "sf.full_shard("), ("ddp", "sf.ddp("), ("deepspeed_stage_2", "sf.zero2("),
-                          ("deepspeed_stage_3", "sf.full_shard("), ("fsdp_cpu_offload", '.on(params="host"'),
-                          ("deepspeed_stage_2_offload", '.on(grads="host", state="host")'),
-                          ("deepspeed_stage_3_offload", '.on(params="host", grads="host", state="host")'),
+                          ("deepspeed_stage_3", "sf.full_shard("), ("fsdp_cpu_offload", '.with_tiers(params="host"'),
+                          ("deepspeed_stage_2_offload", '.with_tiers(grads="host", state="host")'),
+                          ("deepspeed_stage_3_offload", '.with_tiers(params="host", grads="host", state="host")'),
                           ("deepspeed_stage_3_offload_nvme", 'scratch="/local_nvme"'),
                           ("ddp_find_unused_parameters_true", "sf.ddp("))},
     **{f"lightning-fp16-{number}": Guide(".py", LIGHTNING.format(strategy=said, precision=bits), 1, (
@@ -224,7 +225,7 @@ GUIDES: dict[str, Guide] = {
     ), ("set_reduce_scatter_divide_factor.factor",)),
     "torch-sync": Guide(".py", TORCH.format(root="", calls="model.set_requires_gradient_sync(False)"), 1, (),
                         ("set_requires_gradient_sync",)),
-    "torch-1": Guide(".py", FSDP1, 1, ("sf.shard_grad_op(", '.on(params="host"', "clip_by_global_norm(0.5)"), (
+    "torch-1": Guide(".py", FSDP1, 1, ("sf.shard_grad_op(", '.with_tiers(params="host"', "clip_by_global_norm(0.5)"), (
         "StepLR", "no_sync", "auto_wrap_policy",
     )),
 }  # fmt: skip

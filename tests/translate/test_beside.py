@@ -117,7 +117,7 @@ def test_optimizers_that_the_page_maps_are_translated(name: str, tmp_path: Path)
     found, _ = translated(tmp_path, TRAINER.format(f"optim={name!r}"))
     assert found.complete
     assert line in found.program
-    assert ('strategy.on(state="host")' in found.program) == paged
+    assert ('strategy.with_tiers(state="host")' in found.program) == paged
 
 
 def test_data_parallel_modules_are_read(tmp_path: Path) -> None:

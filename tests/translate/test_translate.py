@@ -145,7 +145,7 @@ def test_programs_with_a_tensor_axis_run(tmp_path: Path):
         file.write_text(
             f"distributed_type: FSDP\nuse_cpu: true\nfsdp_config: {{fsdp_version: 2}}\nparallelism_config: {sizes}\n"
         )
-        first, *others = make_world(2 * size).within(120).run(trained_llama, file)
+        first, *others = make_world(2 * size).with_deadline(120).run(trained_llama, file)
         assert all(other == pytest.approx(first) for other in others)
         values.append(first)
     assert values[0] == pytest.approx(values[1], rel=1e-5)
@@ -157,7 +157,7 @@ def check_run(world: World, ranks: int, folder: Path) -> None:
     names = [name for name, one in EXAMPLES.items() if one.ranks == ranks]
     for name in names:
         written(name, folder)
-    first, *others = world.within(240).run(several, names, folder)
+    first, *others = world.with_deadline(240).run(several, names, folder)
     for name in names:
         values, params, rows = first[name]
         assert all(torch.isfinite(p).all() for p in params.values()), name
@@ -256,7 +256,10 @@ def test_defaults_that_change_results_are_named(tmp_path: Path):
     [
         ('{"gradient_allreduce_op": "sum", "train_batch_size": 8}', ["sf.psum(mean(model, params, *batch), DATA)"]),
         ('{"gradient_clipping": 0.0, "train_batch_size": 8}', []),
-        ('{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}', ['strategy.on(params="host")']),
+        (
+            '{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}',
+            ['strategy.with_tiers(params="host")'],
+        ),
         ('{"bf16": {"enabled": true}, "communication_data_type": "fp32"}', ["reduce_dtype=torch.float32"]),
         ('{"fp16": {"enabled": false, "loss_scale": 3}, "train_batch_size": 8}', []),
         (

@@ -213,7 +213,7 @@ def _piped(on: On, schedule: Any) -> Made:
     def at(path: str, shape: tuple[int, ...]) -> sf.Placement:
         stage, number, *_ = path.split(".")
         place = int(number) if stage == "blocks" else {"embed": 0, "head": 1}[stage]
-        return sf.full_shard(()).at(pipe=place)
+        return sf.full_shard(()).only_on(pipe=place)
 
     params = sf.shard(whole, on.mesh, at)
     step = on(lambda p, t: sf.value_and_grad(loss)(p, t, "pipe"), (..., P()), (P(), ...))

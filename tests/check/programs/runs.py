@@ -64,7 +64,7 @@ def parameters_on_disk(on: On) -> Made:
 
     def run() -> Any:
         folder, own = on.folder(), on.cut(tokens, "shard")
-        params = sf.shard(whole, on.mesh, sf.full_shard("shard").on(params="disk", grads="disk", state="disk"))
+        params = sf.shard(whole, on.mesh, sf.full_shard("shard").with_tiers(params="disk", grads="disk", state="disk"))
         params, state, first = mapped(params, opt.init(params), own)
         files.save(folder / "step", {"params": params, "state": state})
         params, state, _ = mapped(params, state, own)

@@ -113,7 +113,7 @@ def training_with_activations_on_the_host(on: On) -> Made:
 
 @right("processes", shard=2)
 def training_with_state_on_the_host(on: On) -> Made:
-    strategy = sf.full_shard("shard").on(params="host", grads="host", state="host")
+    strategy = sf.full_shard("shard").with_tiers(params="host", grads="host", state="host")
     return _training(on, strategy, _adamw, data="shard")
 
 
