@@ -233,7 +233,7 @@ class CheckpointReader(BoxReader):
                             target.copy_from(box, values)
 
     def parts(self, name: str) -> Iterator[Elements]:
-        """Yields all elements of a tensor part by part, as views of the buffer; raises as `plan_reads` and `fill` do."""
+        """Yields all elements of a tensor part by part, as views of the buffer; raises as `fill` does."""
         for chunk in self._order(name)[0]:
             with open_readonly(self.source.folder / chunk.file) as descriptor:
                 yield from self._elements(descriptor, chunk, name, None)

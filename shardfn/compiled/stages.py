@@ -139,7 +139,7 @@ class Reducing(Scheduled):
 class GatheredInGraph:
     """A stage's full parameters in a graph, each buffer a separate tensor; like `Gathered`."""
 
-    bytes = None
+    bytes = stream = None
 
     def __init__(self, plan: GatherPlan, buffers: Sequence[Tensor], pieces: dict[Gather, Tensor]) -> None:
         moving = [gather.start for gather in plan.each if gather.moves]

@@ -238,7 +238,7 @@ class Adapting:
                 continue
             name = joined(home.path, slot.at)
             adapter: Any = adapters.get(name)
-            if isinstance(adapter, Tensor) or hasattr(adapter, "on"):
+            if isinstance(adapter, Tensor) or hasattr(adapter, "apply_to"):
                 used.add(name)
                 adapted = adapter if isinstance(adapter, Tensor) else adapter.apply_to(value, home.module.training)
                 pairs.append((slot, adapted))

@@ -14,7 +14,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/explanation/derivatives.md"
 
 def quoted() -> dict[tuple[str, str], str]:
     """By transform and system; a row of the page may name several transforms."""
-    section = PAGE.read_text().split("## Beside other systems")[1].split("\n## ")[0]
+    section = PAGE.read_text().split("## Compared with other systems")[1].split("\n## ")[0]
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
     (_, *systems), _, *rows = lines
     found = {}

@@ -553,9 +553,9 @@ def test_what_cannot_be_is_refused(name: str) -> None:
     assert f"{name}: w is torch.complex64" in refused(lambda: make().init({"w": torch.ones(2, 2) * 1j}), TypeError)
     wrong: dict[str, Any] = {"every": 0, "block": 1.5, "b2": 1.0, "donate": 1, "lr": -1.0, "weight_decay": "a"}
     for key, value in wrong.items():
-        assert f"{name}: {key}=" in refused(functools.partial(make, **{key: value}), (TypeError, ValueError))
+        assert f"{name}: {key} must be" in refused(functools.partial(make, **{key: value}), (TypeError, ValueError))
     bad = make(b1=lambda path, shape: 1.5)
-    assert "w: a rule for a parameter: b1=1.5" in refused(lambda: bad.step(ps, ps, bad.init(ps)), ValueError)
+    assert "w: a rule for a parameter: b1 must be" in refused(lambda: bad.step(ps, ps, bad.init(ps)), ValueError)
     for donate in (True, False):
         opt = make(donate=donate)
 
@@ -567,7 +567,7 @@ def test_what_cannot_be_is_refused(name: str) -> None:
     opt = make()
     state = opt.init(ps)
     state["chosen"]["step"] = torch.tensor(0)
-    assert "which the host must know" in refused(lambda: opt.step(ps, ps, state), TypeError)
+    assert "the host must know the step number" in refused(lambda: opt.step(ps, ps, state), TypeError)
 
 
 # --- on meshes of other axes ---

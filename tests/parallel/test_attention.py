@@ -422,7 +422,7 @@ def refusals() -> list[str]:
 @pytest.mark.world(2)
 def test_what_does_not_fit_is_refused_on_every_rank(world: World) -> None:
     for odd, heads, lengths, shared, positions in world.run(refusals):
-        assert "7 places" in odd
+        assert "7 positions" in odd
         assert "multiple of 4" in odd
         assert "8 heads of queries are not a multiple of 3" in heads
         assert "7 queries and 5 keys" in lengths

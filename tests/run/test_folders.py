@@ -446,7 +446,7 @@ def test_a_lock_may_be_deleted_at_any_time(tmp_path: Path, monkeypatch: pytest.M
             path.unlink()
         return status
 
-    monkeypatch.setattr(run_folder, "seen", deleting)
+    monkeypatch.setattr(run_folder, "path_status", deleting)
     for _ in range(8):
         lock.check()
     assert next(calls) > call

@@ -96,7 +96,7 @@ def stages_before_each_gather(shards: str, differentiated: bool, **options: Any)
     computing, before = list[tuple[int, int]](), list[int]()
 
     def hear(device: Any, stream: int, what: str) -> None:
-        clock = device.clocks.now(stream).clock
+        clock = device.clocks.launched_until(stream).clock
         if "allgather" in what and len(before) < LAYERS:
             before.append(sum(clock.get(other, 0) >= time for other, time in computing))
         elif what == "aten::tanh":
@@ -125,7 +125,7 @@ def beside(**options: Any) -> tuple[int, int, list[int]]:
     on, added, before = list[int](), list[Any](), list[int]()
 
     def hear(device: Any, stream: int, what: str) -> None:
-        clock, line = device.clocks.now(stream).clock, device.clocks.where()
+        clock, line = device.clocks.launched_until(stream).clock, device.clocks.where()
         if what == "aten::tanh_backward":
             before.append(sum(clock.get(other, 0) >= time for other, time in added) // 3)  # from 3 other ranks
         if line.startswith(("shardfn/quant/", "shardfn/collectives/compressed.py")) and "alltoall" not in what:

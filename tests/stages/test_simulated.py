@@ -322,7 +322,7 @@ def staging(mesh: Any) -> Step:
     writing: Any = importlib.import_module("shardfn.checkpoint.writing")
     params = sharded(mesh, STRATEGIES["hybrid_shard"])
     state = {"params": params, "optimizer": so.adamw(1e-3).init(params), "scale": drawn(3)}
-    return lambda: writing.taken([one.values for one in contents.contents(state, shared=True).boxes])
+    return lambda: writing.snapshot_of([one.values for one in contents.contents(state, shared=True).boxes])
 
 
 def cases() -> dict[str, Callable[[Any], Step]]:

@@ -165,7 +165,7 @@ class Ignored:
 
 
 def no_wait_for_events(patch: Any) -> None:
-    patch.setattr(activations.Away, "_now", lambda self: NoWaits(), raising=True)
+    patch.setattr(activations.Away, "_current_stream", lambda self: NoWaits(), raising=True)
 
 
 class NoWaits(torch.Stream):
