@@ -86,6 +86,7 @@ class Call:
         outer: the call inside whose function this call was made.
         nests: whether calls were made inside its function.
         index: position on the tape.
+        ended: the same, but between the calls before and after its end: backward reaches it there.
         opened_in: number of the backward pass in which its exit has run.
         done: whether its backward has run.
         stays: whether parameters that backward gathered stay, for another pass through the graph.
@@ -104,6 +105,7 @@ class Call:
     before: Snapshot | None = None
     saved = keeps = done = stays = forward = nests = False
     index, opened_in = 0, -1
+    ended = 0.0
     key: Any = None
     bad = ""  # the kinds of non-finite numbers in the incoming gradients
     owned: Sequence[int] = ()  # storages of gathered parameters, and of shards that are the parameters

@@ -256,7 +256,7 @@ class Prefetch:
         """The gathers of the calls whose backward comes next."""
         requests = []
         gathers = announcements = call.signature.options.prefetch
-        for other in reversed(call.tape.runs[: call.index]) if call.tape is not None else ():
+        for other in call.tape.before(call) if call.tape is not None else ():
             if gathers == announcements == 0:
                 break
             if other.done or not other.again:

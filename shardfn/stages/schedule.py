@@ -100,8 +100,6 @@ class Schedule(Prefetch):
                 self._end_pass(number)
         if records and not inside:
             self._tape(step, call).add(call)
-            if call.outer is not None:
-                call.outer.nests = True
         hooked = autograd.saved_tensors_hooks_allowed()
         keeps = signature.keep in (True, "step") or not hooked
         packs_places = not keeps or (signature.keep is True and hooked and call.notices and not signature.packed)
@@ -109,7 +107,10 @@ class Schedule(Prefetch):
         call.keeps = keeps and (asks is not False or signature.keep == "step")
         call.again = False if call.keeps and asks else asks
         with named(signature.stage, inside):
-            return call.run(leaves, tensor_indices, records)
+            result = call.run(leaves, tensor_indices, records)
+        if call.nests and call.tape is not None:
+            call.ended = len(call.tape.runs) - 0.5  # after the calls that it has made, before the next one
+        return result
 
     def compare_stages(self, signature: Signature, plan: GatherPlan) -> None:
         """Compares a stage with the stages of other ranks, before its first call."""

@@ -84,22 +84,19 @@ class CallOfStage(Protocol):
     Attributes:
         signature: the stage's name and options.
         away: weak references to its activations that have left.
-        index: its position on the tape.
         done: whether its backward has run.
     """
 
     signature: Any
     away: list[Any]
-    index: int
     done: bool
 
 
 class Calls(Protocol):
     """The calls of a step, in order."""
 
-    @property
-    def runs(self) -> Sequence[CallOfStage]:
-        """The calls."""
+    def before(self, call: Any) -> Sequence[CallOfStage]:
+        """The calls whose backward follows that of a call."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -289,8 +286,8 @@ class Away:
         if not self._activations:
             return
         self._poll_transfers()
-        runs = tape.runs[: run.index] if tape is not None and run.signature.options.prefetch else []
-        following = next((other for other in reversed(runs) if other.away and not other.done), None)
+        runs = tape.before(run) if tape is not None and run.signature.options.prefetch else []
+        following = next((other for other in runs if other.away and not other.done), None)
         self._next = list(following.away) if following else []
         needed = [*_alive(run.away), *_alive(self._next)]
         self._release(needed)
