@@ -23,8 +23,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = Path(__file__).with_name("durations.json")
-LONG = 1.0  # seconds for all cases of a test, above which not all run
-SLOW = 2.0  # seconds per case, above which it is in the deep tier
+LONG = 0.5  # seconds for all cases of a test, above which not all run
+SLOW = 1.0  # seconds per case, above which it is in the deep tier
 QUICK = 0.2  # seconds per case, up to which it is in the fast tier
 
 
