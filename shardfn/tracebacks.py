@@ -61,12 +61,15 @@ def _fold(error: Exception) -> None:
 def _folded(error: BaseException) -> TracebackType | None:
     """An error's traceback without the package's own frames, and torch's between them.
 
-    Only if the package raised it to say something, or code that the package called: what else goes wrong inside of the
-    package, or of torch where the package calls it, keeps all frames.
+    Only if the package raised it to say something, or code that the package called, or an operation of such code that a
+    mode of the package runs: what else goes wrong inside of the package, or of torch where the package calls it, keeps
+    all frames.
     """
     frames: list[TracebackType] = []
-    trace, inside, leaves_out = error.__traceback__, False, False
+    trace, last, inside, leaves_out, runs = error.__traceback__, None, False, False, False
     while trace is not None:
+        runs = last is not None and _runs_operation(last, trace)
+        last = trace
         inside = _is_package_frame(trace) or (inside and _package(trace) in _BETWEEN)
         leaves_out = leaves_out or inside
         if not inside:
@@ -74,8 +77,7 @@ def _folded(error: BaseException) -> TracebackType | None:
         trace = trace.tb_next
     if not leaves_out:
         return error.__traceback__
-    last = _innermost(error.__traceback__)
-    if inside and last is not None and not getattr(error, "_shardfn_folded", False):
+    if inside and last is not None and not runs and not getattr(error, "_shardfn_folded", False):
         raises = _is_package_frame(last) and last.tb_frame.f_code.co_code[last.tb_lasti] == _RAISE
         if isinstance(error, AssertionError) or not (raises or isinstance(error, Warning)):
             return error.__traceback__
@@ -84,6 +86,12 @@ def _folded(error: BaseException) -> TracebackType | None:
     for trace in reversed(frames):
         folded = TracebackType(folded, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
     return folded
+
+
+def _runs_operation(caller: TracebackType, called: TracebackType) -> bool:
+    """Whether a mode of the package runs the operation there that it was given to look at."""
+    operation = caller.tb_frame.f_locals.get("func") if _is_package_frame(caller) else None
+    return operation is not None and called.tb_frame.f_locals.get("self") is operation
 
 
 def _innermost(trace: TracebackType | None) -> TracebackType | None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn import quoting, tracebacks
+from shardfn.testing import world
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -57,6 +58,28 @@ def test_a_traceback_has_the_lines_of_the_caller_and_none_of_the_package(kind: s
     assert own_frames(error) == []
     assert names[1:5] == ["step", "<lambda>", "<lambda>", "faulty"]
     assert (len(names) > 5) == (kind == "library")  # frames of others stay
+
+
+def frames_of_a_checked_call() -> tuple[list[str], str]:
+    """The package's frames in the error of an operation that a checker runs, and the innermost function."""
+    mesh = sf.make_mesh(shard=2)
+    params = sf.shard({"w": torch.ones(4, 4)}, mesh, sf.full_shard("shard"))
+    stage = sf.stage(lambda p, x: x @ p["w"])
+    step = sf.shard_map(
+        sf.value_and_grad(lambda p, x: sf.pmean(stage(p, x).mean(), "shard")),
+        mesh=mesh, in_specs=(..., sf.P("shard")), out_specs=...,
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as found:
+        step(params, torch.ones(4, 3))
+    return own_frames(found.value), [frame.f_code.co_name for frame, _ in traceback.walk_tb(found.value.__traceback__)][
+        -1
+    ]
+
+
+def test_an_operation_that_fails_in_a_checked_call_ends_at_the_line_of_the_caller() -> None:
+    for own, innermost in world(2, "threads").run(frames_of_a_checked_call):
+        assert own == []
+        assert innermost == "<lambda>"
 
 
 def test_an_error_that_the_package_raises_ends_at_the_line_that_calls_it() -> None:
