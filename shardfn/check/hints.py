@@ -16,7 +16,7 @@ def hints(case: Case) -> list[str]:
 def _unused(case: Case) -> list[str]:
     """Returns a hint about trained parameters on which no loss depends."""
     trace, types, events = case.trace, case.types, case.trace.gradients()
-    if any(event.pushed for event in events):
+    if trace.unfollowed or trace.closed or any(event.pushed for event in events):
         return []
     requested = union(case.differentiated(event) for event in events)
     used = union(types.depends[event.loss] for event in events)

@@ -217,6 +217,7 @@ class Trace:
         events: the events in order.
         outer: whether an outer caller differentiates.
         closed: whether a tensor that is closed over has a gradient.
+        unfollowed: whether autograd has a derivative that the record has not, as of a custom Function.
         prefix: whether some rank's record ends before the function does.
         flat: the nodes of flat shards that were passed, and the axes that shard them.
         cut: the nodes of parameters, as stages receive them, and the axes along which ranks have other elements.
@@ -229,6 +230,7 @@ class Trace:
     events: list[Event] = field(default_factory=list)
     outer: bool = False
     closed: bool = False
+    unfollowed: bool = False
     prefix: bool = False
     flat: dict[int, Mask] = field(default_factory=dict)
     cut: dict[int, Mask] = field(default_factory=dict)

@@ -96,6 +96,11 @@ class Values:
         node = entry[1] if entry is not None and current else memory.node
         return self._add_unrecorded(x) if node == UNKNOWN else node
 
+    def follows(self, x: Tensor) -> bool:
+        """Whether the record knows how a value depends on what it may be differentiated by."""
+        node = self.trace.nodes[self.node_of(x)]
+        return node.records or node.variable > 0 or node.root == "parameter" or node.backward
+
     def _add_unrecorded(self, x: Tensor) -> int:
         """Adds a node for a value whose origin was not recorded."""
         return self.closure(x, x.requires_grad and ordinary(x))

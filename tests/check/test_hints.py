@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import shardfn as sf
-from shardfn import P
+from shardfn import P, interop
 from shardfn.mesh import start
 from shardfn.testing import world
 from tests.models import normal
@@ -64,6 +66,57 @@ def test_unused_parameters_and_local_metrics_are_told_once(unused: bool, local: 
         ]
         assert not unused or "params['c'], a.extra" in found[0]
         assert not local or "along 'data'" in found[-1]
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        return g * 2
+
+
+class Doubling(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Doubled.apply(x)  # type: ignore[no-any-return]
+
+
+class First(nn.Module):
+    def forward(self, x: Any) -> torch.Tensor:
+        return x[0]  # type: ignore[no-any-return]
+
+
+def hooked() -> nn.Module:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    module[0].register_full_backward_hook(lambda module, inputs, outputs: None)
+    return module
+
+
+USING: dict[str, Callable[[], nn.Module]] = {
+    "a custom Function": lambda: nn.Sequential(nn.Linear(4, 4), Doubling()),
+    "a hook": hooked,
+    "an LSTM": lambda: nn.Sequential(nn.LSTM(4, 4), First()),
+    "a GRU": lambda: nn.Sequential(nn.GRU(4, 4), First()),
+}
+
+
+def of_a_module(name: str) -> list[str]:
+    mesh = sf.make_mesh(data=-1, device="cpu")
+    torch.manual_seed(0)
+    model = interop.functional(USING[name]().double())
+    params = model.shard(mesh, sf.full_shard("data"))
+    step = sf.shard_map(
+        sf.grad(lambda p, x: sf.pmean(model(p, x).square().mean(), "data")),
+        mesh=mesh, in_specs=(..., P("data")), out_specs=...,
+    )  # fmt: skip
+    return heard(step, params, normal(4, 4, seed=5).chunk(mesh.size())[mesh.get_rank()].requires_grad_())
+
+
+@pytest.mark.parametrize("name", USING)
+def test_nothing_is_told_where_the_record_does_not_follow_autograd(name: str) -> None:
+    assert world(2).run(of_a_module, name)[0] == []
 
 
 def test_devices_without_a_rank_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
