@@ -29,7 +29,8 @@ from shardfn.interop.in_place import (
 )
 from shardfn.interop.module_state import Attributes, undone
 from shardfn.interop.partition import Anatomy, Boundaries, taken_apart
-from shardfn.interop.placeholder import HOOKED, ModulePart, Placeholder, Slot
+from shardfn.interop.placeholder import HOOKED, ModulePart, Placeholder, Slot, revealed
+from shardfn.interop.pytrees import mapped
 from shardfn.interop.refusals import (
     drawn_layers,
     refuse_apart,
@@ -137,6 +138,19 @@ def functional(
     refuse = (lambda chosen: None) if plan is None else plan.refuse_outside
     anatomy = taken_apart(module, stages, min_num_params, small, rules[0], stage_options.get("gather_dtype"), refuse)
     return Functional(module, anatomy, rules[1], sync_batch_norm, plan, compile, stage_options)
+
+
+def _with_parameters(out: Any) -> Any:
+    """A module's result with values in place of the placeholders of parameters that it returns."""
+    placeholders: list[Placeholder] = []
+
+    def value_of(x: Any) -> Any:
+        if isinstance(x, Placeholder):
+            placeholders.append(x)
+        return revealed(x)
+
+    values = mapped(value_of, out)
+    return values if placeholders else out  # the object itself, if it has none
 
 
 def expect_functional(where: str, model: Any) -> None:
@@ -334,6 +348,7 @@ class Functional:
                 except RuntimeError as error:
                     refuse_mixed_loose(error, self.module, loose, self._casts)
                     raise
+                out = _with_parameters(out)
                 if followed is not None:
                     followed.check(out)
                 refuse_written_outside(run.revealed.values())

@@ -18,6 +18,7 @@ from shardfn.interop import functional
 from shardfn.testing import World
 from tests.interop import zoo
 from tests.interop.modules import linear, mapped, meshed, off, seeded
+from tests.reference import worst
 from tests.refusals import told
 
 WIDTH = 4
@@ -232,6 +233,45 @@ def right() -> dict[str, float]:
 def test_layers_that_share_their_values_are_right_as_they_are_or_loose(world: World) -> None:
     for found in world.with_deadline(100).run(right):
         assert {case: value for case, value in found.items() if not value < 1e-12} == {}
+
+
+class Returns(nn.Module):
+    """Returns parameters of its layers beside its result, the first one tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+        self.layers[2].weight = self.layers[0].weight
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        for layer in self.layers:
+            x = layer(x)
+        return x, {"tied": self.layers[2].weight, "others": [self.layers[1].bias, None, "text"]}
+
+
+def penalised(result: Any) -> Tensor:
+    y, returned = result
+    bias, *others = returned["others"]
+    assert others == [None, "text"]
+    return y.square().sum() + 3 * returned["tied"].square().sum() + bias.exp().sum()
+
+
+def returning(remat: bool) -> float:
+    mesh = meshed()
+    module, model = seeded(Returns), functional(seeded(Returns), small=1, remat=remat)
+    params = model.shard(mesh, sf.full_shard("shard"))
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    grads = mapped(sf.grad(lambda p: sf.pmean(penalised(model(p, x)), "shard")), mesh)(params)
+    penalised(module(x)).backward()
+    wanted = {name: p.grad for name, p in module.named_parameters()}
+    got = model.state_dict(grads)
+    return off({name: got[name] for name in wanted}, wanted)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.world(2, "processes")
+def test_a_module_may_return_parameters_of_its_layers(world: World, remat: bool) -> None:
+    assert worst(world.run(returning, remat)) < 1e-12
 
 
 WAYS = ("data", "detached", "assigned", "initialised", "hook")
