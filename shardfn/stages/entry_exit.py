@@ -367,12 +367,16 @@ class Call:
         return self._numbers(dtype)
 
     def _numbers(self, dtype: torch.dtype) -> Tensor:
-        with self.schedule.in_backward(self):  # the wait too: its checks belong to this lane
-            if self.gathered is None:
-                self.schedule.gather_again(self)
-            assert self.gathered is not None, "it is in flight"
-            flat = self.flat[dtype] = self.gathered.numbers(dtype)
-            return flat
+        gathered = self.gathered
+        if gathered is None or get_ident() != self.thread:
+            with self.schedule.in_backward(self):  # the wait too: its checks belong to this lane
+                if gathered is None:
+                    self.schedule.gather_again(self)
+                    gathered = self.gathered
+                    assert gathered is not None, "it is in flight"
+                gathered.wait()
+        flat = self.flat[dtype] = gathered.numbers(dtype)
+        return flat
 
     # --- backward ---
 

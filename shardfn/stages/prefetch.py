@@ -256,7 +256,9 @@ class Prefetch:
         """The gathers of the calls whose backward comes next."""
         requests = []
         gathers = announcements = call.signature.options.prefetch
-        for other in call.tape.before(call) if call.tape is not None else ():
+        tape = call.tape
+        calls = () if tape is None else tape.before(call) if tape.nested else reversed(tape.runs[: call.index])
+        for other in calls:
             if gathers == announcements == 0:
                 break
             if other.done or not other.again:

@@ -230,8 +230,8 @@ class Schedule(Prefetch):
 
     def _end_pass(self, number: int) -> None:
         self.passes.discard(number)
-        with in_lane(self.lane):
-            for call in [call for call in self.open if call.opened_in == number]:
+        for call in [call for call in self.open if call.opened_in == number]:
+            with in_lane(self.lane):
                 self.release(call)
         if self.tape.step is None and not self.passes:
             self.tape.end()
