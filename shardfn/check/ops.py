@@ -39,7 +39,7 @@ def op(values: Values, func: Any, facts: Facts, args: Any, kwargs: dict[str, Any
         if (not ordinary(x) or x.numel()) and not any(x is y for y in tensors_in(replaced))
     ]
     parents = () if facts.kind == "like" else tuple(dict.fromkeys(map(values.node_of, inputs)))
-    if torch.is_grad_enabled() and not values.trace.unfollowed:
+    if parents and torch.is_grad_enabled() and not values.trace.unfollowed:
         values.trace.unfollowed = any(x.requires_grad and not values.follows(x) for x in inputs)
     stream = _stream([*args, *kwargs.values()], inputs[0].device) if facts.distributed and inputs else None
     for x in inputs if stream is not None else ():

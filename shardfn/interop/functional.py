@@ -30,7 +30,7 @@ from shardfn.interop.in_place import (
 from shardfn.interop.module_state import Attributes, undone
 from shardfn.interop.partition import Anatomy, Boundaries, taken_apart
 from shardfn.interop.placeholder import HOOKED, ModulePart, Placeholder, Slot, revealed
-from shardfn.interop.pytrees import mapped
+from shardfn.interop.pytrees import Forms
 from shardfn.interop.refusals import (
     drawn_layers,
     refuse_apart,
@@ -142,15 +142,11 @@ def functional(
 
 def _with_parameters(out: Any) -> Any:
     """A module's result with values in place of the placeholders of parameters that it returns."""
-    placeholders: list[Placeholder] = []
-
-    def value_of(x: Any) -> Any:
-        if isinstance(x, Placeholder):
-            placeholders.append(x)
-        return revealed(x)
-
-    values = mapped(value_of, out)
-    return values if placeholders else out  # the object itself, if it has none
+    forms = Forms()
+    leaves, form = forms.flatten(out)
+    if not any(isinstance(x, Placeholder) for x in leaves):
+        return out  # the object itself, whatever it is
+    return forms.unflatten([revealed(x) for x in leaves], form)
 
 
 def expect_functional(where: str, model: Any) -> None:
