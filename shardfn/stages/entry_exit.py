@@ -347,7 +347,7 @@ class Call:
             decoded = self.decoded[parameter] = values, None if stream is None else Arrival(stream)
         values, arrival = decoded
         if arrival is not None:
-            arrival.wait(values)
+            arrival.before_reading(values)
         return values
 
     def _decoded(self, packed: Packed) -> Tensor:

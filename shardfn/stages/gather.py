@@ -217,7 +217,7 @@ class Gathered:
         if self.stream is not None:
             if self.arrival is None:
                 self.arrival = Arrival(self.stream)
-            self.arrival.wait(self.bytes)
+            self.arrival.before_reading(self.bytes)
         if self.version is None and not self.bytes.is_inference():
             self.version = self.bytes._version
         return self.bytes

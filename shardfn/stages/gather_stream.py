@@ -63,18 +63,18 @@ class Copied:
         self._on.module.current_stream(self._on.device).wait_event(self.event)
 
 
-class Arrival:
+class Arrival(Copied):
     """The point at which the current stream has gathered or decoded parameters, for other streams that read them."""
 
-    __slots__ = ("_on", "event", "made_on")
+    __slots__ = ("made_on",)
 
     def __init__(self, stream: GatherStream) -> None:
-        self._on, self.made_on = stream, stream.compute_stream()
-        self.event = self.made_on.record_event()
+        super().__init__(stream)
+        self.made_on = stream.compute_stream()
 
-    def wait(self, memory: Tensor) -> None:
+    def before_reading(self, memory: Tensor) -> None:
         """Makes the current stream, if it is a different one, wait for that point before it reads the memory."""
         current = self._on.compute_stream()
         if current != self.made_on:
-            current.wait_event(self.event)
+            self.wait()
             memory.record_stream(current)
