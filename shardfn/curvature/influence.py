@@ -87,9 +87,9 @@ def influence(
     if not callable(inverse):
         raise TypeError(
             f"{name}: inverse must be a function q -> (F + damping)^-1 q, got {kind(inverse)}. Pass "
-            f"lambda q: F.solve(q, 1e-3), say"
+            f"lambda q: F.solve(q, 1e-3), for example"
         )
-    must_take(inverse, [None], name, "a query", "Pass a function of a query alone: lambda q: F.solve(q, 1e-3), say")
+    must_take(inverse, [None], name, "a query", "Pass a function of a query alone: lambda q: F.solve(q, 1e-3)")
     values = [x.detach() for x in space.variables.values]
     directions = []
     for query in queries:

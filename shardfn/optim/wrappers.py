@@ -205,7 +205,7 @@ def accumulate(optimizer: Optimizer, every: int, *, accumulator_dtype: torch.dty
     if accumulator_dtype is not None and not getattr(accumulator_dtype, "is_floating_point", False):
         raise TypeError(
             f"accumulate: accumulator_dtype must be a real floating-point dtype, or None, got {accumulator_dtype!r}. "
-            f"Pass torch.float32, say"
+            "Pass for example torch.float32"
         )
 
     def sum_of(unit: Unit) -> Tensor:

@@ -36,7 +36,7 @@ def checked(metrics: Any, caller: str) -> dict[str, Any]:
             raise TypeError(f"{caller}: metrics have the key {name!r}, and keys are strings")
         if isinstance(value, Tensor):
             if value.layout is not torch.strided:
-                raise TypeError(f"{caller}: metrics[{name!r}] is a tensor of {value.layout}: pass its .sum(), say")
+                raise TypeError(f"{caller}: metrics[{name!r}] is a tensor of {value.layout}: pass its .sum()")
             if value.numel() != 1 or value.is_complex():
                 raise ValueError(
                     f"{caller}: metrics[{name!r}] has shape {tuple(value.shape)} and {value.dtype}: a metric is one "

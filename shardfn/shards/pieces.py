@@ -344,7 +344,7 @@ def refuse_complex(leaves: Units, name: str) -> None:
     """Raises TypeError for a complex parameter."""
     for unit in leaves.each:
         if unit.trainable and unit.values.is_complex():
-            raise TypeError(f"{name}: {unit.name} is {unit.values.dtype}; train complex parameters by adamw, say")
+            raise TypeError(f"{name}: {unit.name} is {unit.values.dtype}; use an optimizer such as adamw")
 
 
 def zeros_like(tree: Any) -> Any:

@@ -62,7 +62,7 @@ class Wait(NamedTuple):
 
 
 class Listener:
-    """Is told of everything that a program does on the device. This one does not listen."""
+    """Receiver of everything that a program does on the device; this one ignores it."""
 
     def ran(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """An operation was launched, or made a view or room without launching anything."""
