@@ -53,7 +53,7 @@ def built_shardfn(usage: Usage, config: Config) -> dict[str, Callable[..., Any]]
         "save": lambda path: measured(usage, lambda: checkpoint.save(path, state)),
         "load": lambda path: measured(usage, lambda: load(path)),
         "pause": lambda path: measured(usage, lambda: checkpoint.save_async(path, state)),
-        "finish": checkpoint.finish,
+        "finish": checkpoint.wait_for_saves,
         "now": lambda: usage.again() - usage.base,
     }
 

@@ -130,7 +130,7 @@ def in_little_memory(usage: Usage, width: int, layers: int, room: float | None) 
 
         def run(params: Any) -> tuple[float, float]:
             H = sc.hvp(loss, params)
-            return float(sc.top_eig(H, basis=3, products=5).values[0]), sc.trace(H, 3, sketch=1).value
+            return float(sc.top_eig(H, max_basis=3, products=5).values[0]), sc.trace(H, 3, sketch=1).value
 
         mapped = sf.shard_map(run, mesh=mesh, in_specs=..., out_specs=..., check=False)
         return (*mapped(params), usage.peak() / 1e6)

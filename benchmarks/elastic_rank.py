@@ -59,7 +59,7 @@ def train(folder: Path, until: int, pace: float = 0.0, shard: int = 2) -> sf.run
 
     params = sf.shard(init(CONFIG, 0), mesh, sf.hybrid_shard(shard="shard", replica="replica"))
     state = {"model": params, "optimizer": opt.init(params)}
-    saves: dict[str, Any] = {"save": folder / "checkpoints", "every": EVERY, "keep": 2}
+    saves: dict[str, Any] = {"save": folder / "checkpoints", "save_every": EVERY, "keep_last": 2}
     return sf.run.loop(step, state, batches, steps=until, report=[report], **saves)[1]
 
 

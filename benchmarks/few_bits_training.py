@@ -73,15 +73,15 @@ class Recipe:
 RECIPES = {
     "float32": Recipe(),
     "float32, lion": Recipe(lambda rate: so.lion(slow(rate), weight_decay=decay), beside="float32, lion"),
-    "gather=int8(256)": Recipe(strategy=replace(FULL, gather=quant.int8(256))),
-    "gather=fp8_e4m3(128)": Recipe(strategy=replace(FULL, gather=quant.fp8_e4m3(128))),
-    "reduce=int8(256)": Recipe(strategy=replace(FULL, reduce=quant.int8(256))),
-    "reduce=int4(64)": Recipe(strategy=replace(FULL, reduce=quant.int4(64)), most=FOUR),
+    "gather_format=int8(256)": Recipe(strategy=replace(FULL, gather_format=quant.int8(256))),
+    "gather_format=fp8_e4m3(128)": Recipe(strategy=replace(FULL, gather_format=quant.fp8_e4m3(128))),
+    "reduce_format=int8(256)": Recipe(strategy=replace(FULL, reduce_format=quant.int8(256))),
+    "reduce_format=int4(64)": Recipe(strategy=replace(FULL, reduce_format=quant.int4(64)), most=FOUR),
     "zeropp": Recipe(strategy=sf.zeropp(shard="shard", replica="replica"), most=FOUR),
     "adamw8bit": Recipe(adamw8bit),
     "lion8bit": Recipe(lambda rate: so.lion8bit(slow(rate), weight_decay=decay), beside="float32, lion"),
     "adamw, state_dtype=bfloat16": Recipe(lambda rate: adamw(rate, state_dtype=torch.bfloat16)),
-    "bfloat16, master": Recipe(lambda rate: so.master(adamw(rate)), dtype=torch.bfloat16),
+    "bfloat16, master": Recipe(lambda rate: so.fp32_master_weights(adamw(rate)), dtype=torch.bfloat16),
     "bfloat16, stochastic_rounding": Recipe(
         lambda rate: so.stochastic_rounding(adamw(rate, state_dtype=torch.bfloat16)), dtype=torch.bfloat16
     ),

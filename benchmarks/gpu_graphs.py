@@ -66,7 +66,7 @@ def problem(where: Where, device: str) -> tuple[Step, Any, Any, list[Tensor]]:
 def measured(where: Where, device: str, simulation: Device | None, graph: bool) -> tuple[dict[str, Any], list[float]]:
     """A row of the table, and the losses."""
     step, params, state, batches = problem(where, device)
-    run = sf.graphed(step) if graph else step
+    run = sf.cuda_graph(step) if graph else step
     synchronize = torch.get_device_module(device).synchronize
     host, losses = [], []
     for i, x in enumerate(batches):
@@ -102,13 +102,15 @@ def graphs(where: Where) -> Answer:
             answer.rows.append(row)
             found.append(losses)
     apart = max(abs(a - b) / abs(b) for a, b in zip(found[1], found[0], strict=True))
-    answer.goal("graphed: losses, relative difference", apart, 1e-5)
+    answer.goal("cuda_graph: losses, relative difference", apart, 1e-5)
     eager, graphed = answer.rows
     if where.cuda:
-        answer.goal("graphed: the host's time of a step / as it is", graphed["host, ms"] / eager["host, ms"], 0.2)
-        answer.goal("graphed: a step's time / as it is", graphed["step, ms"] / eager["step, ms"], 0.7)
+        answer.goal("cuda_graph: the host's time of a step / as it is", graphed["host, ms"] / eager["host, ms"], 0.2)
+        answer.goal("cuda_graph: a step's time / as it is", graphed["step, ms"] / eager["step, ms"], 0.7)
     else:
-        answer.unanswered("graphed: the host's time of a step / as it is", "the host runs the operations itself", 0.2)
-        answer.unanswered("graphed: a step's time / as it is", "the host runs the operations itself", 0.7)
-        answer.goal("graphed: launched by the host in a step", graphed["launched by the host"], 4)
+        answer.unanswered(
+            "cuda_graph: the host's time of a step / as it is", "the host runs the operations itself", 0.2
+        )
+        answer.unanswered("cuda_graph: a step's time / as it is", "the host runs the operations itself", 0.7)
+        answer.goal("cuda_graph: launched by the host in a step", graphed["launched by the host"], 4)
     return answer

@@ -39,10 +39,10 @@ STRATEGIES = {
     "hfsdp": sf.hfsdp(shard="shard", replica="replica"),
     "ddp": sf.ddp(BOTH),
     "hpz": sf.hpz(shard="shard", replica="replica"),
-    "full_shard, gather=int8": replace(FULL, gather=INT8),
-    "full_shard, reduce=int8": replace(FULL, reduce=INT8),
-    "full_shard, reduce=int4": replace(FULL, reduce=INT4),
-    "hybrid_shard, reduce=int4": replace(sf.hybrid_shard(shard="shard", replica="replica"), reduce=INT4),
+    "full_shard, gather_format=int8": replace(FULL, gather_format=INT8),
+    "full_shard, reduce_format=int8": replace(FULL, reduce_format=INT8),
+    "full_shard, reduce_format=int4": replace(FULL, reduce_format=INT4),
+    "hybrid_shard, reduce_format=int4": replace(sf.hybrid_shard(shard="shard", replica="replica"), reduce_format=INT4),
     "zeropp": sf.zeropp(shard="shard", replica="replica"),
 }
 

@@ -130,7 +130,7 @@ def by_interop(sizes: dict[str, int], **options: Any) -> Step:
 
 def by_hand(sizes: dict[str, int]) -> Step:
     mesh, c = sf.make_mesh(data=-1, device="cpu"), config(**sizes)
-    model = interop.functional(module(sizes), small=0)
+    model = interop.functional(module(sizes), min_stage_params=0)
     params = sf.init_sharded(model.tree, 0, mesh, sf.full_shard("data"), fill=filled)
     width, size = c.hidden_size, c.hidden_size // c.num_attention_heads
     several = c.num_attention_heads // c.num_key_value_heads
@@ -272,7 +272,7 @@ def written(folder: str, sizes: dict[str, int]) -> None:
 
 
 def loads_shardfn(sizes: dict[str, int], folder: str) -> Any:
-    model = interop.functional(module(sizes), small=0)
+    model = interop.functional(module(sizes), min_stage_params=0)
     return interop.load(folder, model, sf.make_mesh(data=-1, device="cpu"), sf.full_shard("data"))
 
 
@@ -305,7 +305,7 @@ def built_loader(
 
 
 def _sizes_of(sizes: dict[str, int]) -> list[Any]:
-    return list(interop.functional(module(sizes), small=0).tree.values())
+    return list(interop.functional(module(sizes), min_stage_params=0).tree.values())
 
 
 def loading(sizes: dict[str, int], small: dict[str, int], rounds: int) -> list[dict[str, Any]]:

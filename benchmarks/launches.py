@@ -34,11 +34,11 @@ BILLION = 2**30
 
 # Limits for the operations of a step: a few in all, a few per matrix, or some for each of 64 parts of 16M elements.
 WIRES: dict[str, tuple[dict[str, Any], int]] = {
-    "gather=int8": ({"gather": quant.int8()}, 60),
-    "gather=fp8_e4m3": ({"gather": quant.fp8_e4m3()}, 60),
-    "gather=nf4": ({"gather": quant.nf4()}, 110),
-    "reduce=int8": ({"reduce": quant.int8()}, 80),
-    "reduce=int4": ({"reduce": quant.int4()}, 90),
+    "gather_format=int8": ({"gather_format": quant.int8()}, 60),
+    "gather_format=fp8_e4m3": ({"gather_format": quant.fp8_e4m3()}, 60),
+    "gather_format=nf4": ({"gather_format": quant.nf4()}, 110),
+    "reduce_format=int8": ({"reduce_format": quant.int8()}, 80),
+    "reduce_format=int4": ({"reduce_format": quant.int4()}, 90),
 }
 Make = Callable[[], so.Optimizer]
 OPTIMIZERS: dict[str, tuple[Make, int]] = {
@@ -47,7 +47,7 @@ OPTIMIZERS: dict[str, tuple[Make, int]] = {
     "adamw": (lambda: so.adamw(1e-3), 10),
     "adamw, clipped": (lambda: so.chain(so.clip_by_global_norm(1.0), so.adamw(1e-3)), 40),
     "adamw, skipping": (lambda: so.skip_nonfinite(so.adamw(1e-3)), 40),
-    "adamw with a master copy": (lambda: so.master(so.adamw(1e-3)), 100),
+    "adamw with a master copy": (lambda: so.fp32_master_weights(so.adamw(1e-3)), 100),
     "adamw, rounding at random": (lambda: so.stochastic_rounding(so.adamw(1e-3)), 2_000),
     "lion": (lambda: so.lion(1e-3), 10),
     "adafactor": (lambda: so.adafactor(1e-3), 1_000),

@@ -71,7 +71,7 @@ def built(_: Usage, config: Config, folder: str) -> dict[str, Callable[..., Any]
         return between(times)
 
     def saving(steps: int) -> list[float]:
-        found = looped(steps, save=Path(folder, "run"), every=max(2, steps // 2), keep=1)
+        found = looped(steps, save=Path(folder, "run"), save_every=max(2, steps // 2), keep_last=1)
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(Path(folder, "run"))

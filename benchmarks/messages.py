@@ -188,7 +188,7 @@ MISTAKES: dict[str, Mistake] = {
         lambda: sf.shard(tree(), mesh(), sf.full_shard("data"), frozen=[name(i, "other") for i in range(LEAVES)]),
         "the parameters are layer0",
     ),
-    "a put of what is no tree": (lambda: sf.put(name(0) * 50, tree()), "the tree comes first"),  # type: ignore[arg-type]
+    "a put of what is no tree": (lambda: sf.to_tier(name(0) * 50, tree()), "the tree comes first"),  # type: ignore[arg-type]
     "columns of other lengths": (
         lambda: run.batches({name(i): torch.ones(2 + (i > 2)) for i in range(LEAVES)}, mesh(), "data", batch=2, seed=0),
         "must be equal in all tensors",
@@ -202,7 +202,7 @@ MISTAKES: dict[str, Mistake] = {
     "adapters of nothing": (lambda: lora_of([name(i, "other") for i in range(LEAVES)]), "end in"),
     "parameters of another model": (lambda: model()(tree(), torch.ones(2)), "have the structure of `tree`"),
     "buffers of another model": (
-        lambda: interop.functional(torch.nn.BatchNorm1d(2), mutable=[name(i) for i in range(LEAVES)]),
+        lambda: interop.functional(torch.nn.BatchNorm1d(2), mutable_buffers=[name(i) for i in range(LEAVES)]),
         "nothing matches",
     ),
     "a checkpoint that is not there": (lambda: checkpoint.load("no such folder", sharded()), "there is no folder"),

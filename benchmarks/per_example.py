@@ -195,7 +195,9 @@ def by_shardfn(net: str, kind: str, whole: Any, tokens: Tensor, ranks: int) -> C
         if kind == "norms":
             return per_example(losses, params, tokens).norms
         size = ranks * len(tokens)
-        gradient = dp_grads(losses, params, tokens, clip=CLIP, noise=NOISE, size=size, seed=0, step=0)
+        gradient = dp_grads(
+            losses, params, tokens, max_grad_norm=CLIP, noise_multiplier=NOISE, expected_batch_size=size, seed=0, step=0
+        )
         params, state = optimizer.step(params, gradient, state)
 
     return run

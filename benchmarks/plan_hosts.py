@@ -117,16 +117,16 @@ def counted() -> int:
 # --- planned ---
 
 
-def planned(rank: int, tiny: bool) -> dict[str, sf.Plan]:
+def planned(rank: int, tiny: bool) -> dict[str, sf.StepPlan]:
     plans = {}
     for name, strategy in STRATEGIES.items():
-        with sf.planning(RANKS, rank, per_node=PER_NODE):
+        with sf.plan_mode(RANKS, rank, per_node=PER_NODE):
             step, args = program(strategy, tiny)
-            plans[name] = sf.plan(step, *args)
+            plans[name] = sf.plan_step(step, *args)
     return plans
 
 
-def crosses(plan: sf.Plan) -> float:
+def crosses(plan: sf.StepPlan) -> float:
     """Bytes that this rank sends to the other host."""
     return sum(work.sent * crossing(work.kind, work.axis) for work in plan.collectives if work.nodes > 1)
 
@@ -165,7 +165,7 @@ def run(tiny: bool, rounds: int) -> Ran:
         )
 
 
-def row_of(name: str, plans: list[sf.Plan], times: Timeline, ran: Ran) -> dict[str, Any]:
+def row_of(name: str, plans: list[sf.StepPlan], times: Timeline, ran: Ran) -> dict[str, Any]:
     meant, took = sum(map(crosses, plans)), statistics.median(ran.seconds[name])
     low, _, high = (f"{1e3 * quartile:.0f}" for quartile in statistics.quantiles(ran.seconds[name], n=4))
     return {

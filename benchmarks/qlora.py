@@ -56,7 +56,7 @@ Told = dict[str, Callable[..., Any]]
 
 def by_shardfn(sizes: dict[str, int], place: Callable[[str], sf.Placement]) -> Told:
     mesh = sf.make_mesh(data=-1, device="cpu")
-    model = interop.functional(module(sizes), remat=True, small=1024)
+    model = interop.functional(module(sizes), remat=True, min_stage_params=1024)
     tree = quant.quantize(model.tree, FORMAT, BASE)
     params = sf.init_sharded(tree, 0, mesh, sf.full_shard("data"), fill=filled)
     whole = lora.init(model, "all-linear", rank=RANK, alpha=ALPHA, dropout=0.0, seed=0)

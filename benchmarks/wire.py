@@ -92,8 +92,14 @@ def measured() -> dict[str, tuple[Sent, Sent]]:
     full = STRATEGIES["full_shard"]
     found = {name: (ledger_of(strategy), by_formula(name)) for name, strategy in STRATEGIES.items()}
     for format in FORMATS:
-        found[f"gather={format}"] = ledger_of(full, gather=format), by_formula("full_shard", gather=rate(format))
-        found[f"reduce={format}"] = ledger_of(full, reduce=format), by_formula("full_shard", reduce=rate(format))
+        found[f"gather_format={format}"] = (
+            ledger_of(full, gather_format=format),
+            by_formula("full_shard", gather=rate(format)),
+        )
+        found[f"reduce_format={format}"] = (
+            ledger_of(full, reduce_format=format),
+            by_formula("full_shard", reduce=rate(format)),
+        )
     few = by_formula("hpz", rate(quant.int8(256)), rate(quant.int4(64)))
     return found | {"zeropp": (ledger_of(sf.zeropp(shard="shard", replica="replica")), few)}
 

@@ -434,7 +434,7 @@ def draw_modules(path: Path) -> None:
 
 def draw_data(path: Path) -> None:
     """Two epochs of nine rows in batches of four, and who reads what, as the order says."""
-    order = Order(9, 4, 0, last="wrap", epochs=2)
+    order = Order(9, 4, 0, remainder="wrap", epochs=2)
     part = order.part(0, 0, 4, order.steps or 0)
     rows, epochs = part.rows.tolist(), part.epochs.tolist()
     figure = Figure(figsize=(9.2, 3.3), dpi=100, layout="constrained")
@@ -497,7 +497,7 @@ def times_of_a_run(folder: str) -> dict[str, Any]:
     def read(n: int, metrics: dict[str, float]) -> None:
         times["read"].append((n, time.perf_counter()))
 
-    _, run = sf.run.loop(step, (params, optimizer.init(params)), batches, steps=10**6, save=folder, every=4,
+    _, run = sf.run.loop(step, (params, optimizer.init(params)), batches, steps=10**6, save=folder, save_every=4,
                          report=[read])  # fmt: skip
     return {**times, "end": time.perf_counter(), "run": run.step}
 

@@ -85,12 +85,14 @@ def block(p: Params, x: Tensor, config: Config) -> tuple[Tensor, Tensor, Tensor]
     x = x + rearrange(parallel.attention(q, k, v), "b head t d -> b t (head d)") @ p["out"]
     h = rearrange(F.rms_norm(x, x.shape[-1:], p["norm2"]), "b (n g) d -> (b n) g d", g=config.group)
     routing = parallel.route(h, p["router"], config.chosen)
-    y = parallel.mixture(expert, p["experts"], h, routing, "expert", capacity=config.capacity, overflow=config.overflow)
+    y = parallel.mixture_of_experts(
+        expert, p["experts"], h, routing, "expert", capacity=config.capacity, overflow=config.overflow
+    )
     besides = config.balance * parallel.balance_loss(routing, ROWS)
     besides = besides + config.router * parallel.router_loss(routing, ROWS)
     lost = x.new_zeros((), dtype=torch.long)
     if config.capacity is not None:
-        lost = parallel.dropped(routing, config.capacity)
+        lost = parallel.num_dropped(routing, config.capacity)
     used = torch.bincount(routing.experts.flatten(), minlength=config.experts)
     return x + rearrange(y, "(b n) g d -> b (n g) d", b=len(x)), besides, torch.cat((used, lost[None]))
 

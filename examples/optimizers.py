@@ -39,7 +39,7 @@ def optimizers(config: Config, steps: int) -> dict[str, tuple[so.Optimizer, Esti
         return so.warmup_cosine(peak, warmup=min(config.warmup, steps), steps=steps, end=peak / 10)
 
     sophia = so.sophia(rate(1e-3), gamma=0.02)
-    kfac = so.kfac(rate(0.1), damping=1e-2, which=MATRICES, otherwise=so.adamw(rate(6e-3), b2=0.98))
+    kfac = so.kfac(rate(0.1), damping=1e-2, which=MATRICES, fallback=so.adamw(rate(6e-3), b2=0.98))
 
     def diagonal(params: Params, state: Any, rows: Tensor, step: int) -> Any:
         hessian = sc.hvp(lambda p, rows: loss_fn(p, rows, config), params, [rows])
@@ -52,7 +52,7 @@ def optimizers(config: Config, steps: int) -> dict[str, tuple[so.Optimizer, Esti
                 F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape).mean(1)
             )
 
-        return kfac.estimate(sc.grams(losses, params, [rows], outputs=True), state)
+        return kfac.estimate(sc.second_moments(losses, params, [rows], outputs=True), state)
 
     muon = so.masked(so.muon(rate(0.02)), MATRICES, so.adamw(rate(6e-3), b2=0.98))
     return {

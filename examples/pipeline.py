@@ -29,7 +29,7 @@ import shardfn as sf
 from examples import train_lm
 from examples.run import Params, Reports, corpus, curve, fit, memory, options, ranks, stretches
 from shardfn import P, parallel
-from shardfn.parallel.pipeline import Schedule, passes
+from shardfn.parallel.pipeline import Schedule, schedule_of
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def picture(schedule: Schedule, size: int, count: int) -> list[str]:
 
     A pass takes one slot, and waits until the neighbour that sends its input has finished.
     """
-    left = [passes(schedule, index, size, count) for index in range(size)]
+    left = [schedule_of(schedule, index, size, count) for index in range(size)]
     done: set[tuple[int, str, int]] = set()
     rows: list[list[str]] = [[] for _ in left]
     while any(left):

@@ -23,7 +23,7 @@ import shardfn.optim as so
 from examples.image_classifier import digits
 from examples.run import Params, hybrid_options, table
 from shardfn import P
-from shardfn.curvature import dp_grads, noise_for
+from shardfn.curvature import dp_grads, noise_multiplier_for
 
 DATA = ("replica", "shard")
 SIZES = {"first": (64, 64), "second": (64, 64), "head": (64, 10)}
@@ -56,8 +56,13 @@ def train(
     whole: Params, mesh: DeviceMesh, strategy: sf.Strategy, rows: Rows, steps: int, seed: int, clip: float, noise: float
 ) -> Params:
     """Trains on samples of the rows. With the same seed, the result is the same on any mesh, by any strategy."""
-    batches, optimizer = sf.run.batches(rows, mesh, DATA, BATCH, seed, rate=RATE), so.adam(3e-3)
-    how: dict[str, Any] = {"clip": clip, "noise": noise, "size": RATE * len(rows[1]), "seed": seed + 1}
+    batches, optimizer = sf.run.batches(rows, mesh, DATA, BATCH, seed, sample_rate=RATE), so.adam(3e-3)
+    how: dict[str, Any] = {
+        "max_grad_norm": clip,
+        "noise_multiplier": noise,
+        "expected_batch_size": RATE * len(rows[1]),
+        "seed": seed + 1,
+    }
 
     @sf.shard_map(mesh=mesh, in_specs=(..., P(DATA)), out_specs=(..., P()))
     def step(state: Params, batch: tuple[Tensor, Tensor, Tensor]) -> tuple[Params, dict[str, Tensor]]:
@@ -79,7 +84,7 @@ def main() -> None:
     mesh, (rows, (images, labels)) = sf.make_mesh(device=args.device, **args.mesh), digits(torch.float32)
     public, private = ((rows[0][part], rows[1][part]) for part in (slice(PUBLIC), slice(PUBLIC, None)))
     start = train(init(args.seed, torch.float32), mesh, args.strategy, public, 60, args.seed, 1e6, 0.0)
-    found, noise = {"before": start}, noise_for(args.epsilon, RATE, args.steps, DELTA)
+    found, noise = {"before": start}, noise_multiplier_for(args.epsilon, RATE, args.steps, DELTA)
     for name, how in {f"epsilon {args.epsilon}": (1.0, noise), "without privacy": (1e6, 0.0)}.items():
         found[name] = train(start, mesh, args.strategy, private, args.steps, args.seed, *how)
     right = {name: (logits(params, images).argmax(1) == labels).double().mean() for name, params in found.items()}

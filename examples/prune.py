@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 -m examples.prune
 
-Two of the ways need second moments of each matrix's inputs, which `curvature.grams` sums over the tokens of all ranks
-while stages run. The rank that owns a matrix prunes it.
+Two of the ways need second moments of each matrix's inputs, which `curvature.second_moments` sums over the tokens of
+all ranks while stages run. The rank that owns a matrix prunes it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def run(config: Config, mesh: DeviceMesh, text: tuple[Tensor, Tensor], steps: in
         with torch.no_grad():
             return sf.pmean(losses(params, rows).mean(), DATA)
 
-    grams, found = sc.grams(losses, params, training), {"trained": params}
+    grams, found = sc.second_moments(losses, params, training), {"trained": params}
     for prune in (magnitude, wanda, sparse_gpt):
         found[prune.__name__] = grams.replaced(lambda path, *of, f=prune: f(*of) if "blocks" in path else of[0])
     return {name: float(sum(loss(each, rows) for rows in held_out) / len(held_out)) for name, each in found.items()}

@@ -268,7 +268,7 @@ def hybrid_arguments(description: str, axes: tuple[str, ...], out: str, steps: i
     args.saves = {}
     if args.save_every or args.resume:
         every = args.save_every or args.steps
-        args.saves = {"save": args.out / "checkpoints", "every": every, "keep": 2, "resume": args.resume}
+        args.saves = {"save": args.out / "checkpoints", "save_every": every, "keep_last": 2, "resume": args.resume}
     return args
 
 

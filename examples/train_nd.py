@@ -206,7 +206,7 @@ def mixed(p: Params, x: Tensor, config: Config, axes: Axes) -> tuple[Tensor, Ten
     # The experts' hidden units are sharded over `tensor`: each rank has a partial sum of every result.
     parts = parallel.Routing(routing.experts, sf.pvary(routing.weights, axes.tensor), routing.logits)
     h = sf.pvary(tokens, axes.tensor)
-    y = parallel.mixture(mlp, p["experts"], h, parts, axes.expert, capacity=config.capacity)
+    y = parallel.mixture_of_experts(mlp, p["experts"], h, parts, axes.expert, capacity=config.capacity)
     y = rearrange(y, "(b n) g d -> b (n g) d", b=len(x))
     return y, parallel.balance_loss(routing, axes.data)
 

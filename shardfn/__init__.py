@@ -29,7 +29,7 @@ from shardfn.collectives.functional import (
 from shardfn.collectives.into_buffers import transports
 from shardfn.collectives.ledger import Ledger, Record, ledger
 from shardfn.collectives.redistribute import redistribute
-from shardfn.compiled.graphed import graphed
+from shardfn.compiled.graphed import cuda_graph
 from shardfn.debugging import debug
 from shardfn.forward_mode.jacobian import hessian, jacfwd, jacrev
 from shardfn.forward_mode.jvp import jvp
@@ -37,10 +37,10 @@ from shardfn.mesh.grid import AxisName
 from shardfn.mesh.make import make_mesh
 from shardfn.mesh.spec import P, by_path, global_shape, local_shape
 from shardfn.optim.norms import vdot
-from shardfn.plans.memory import Memory, memory
+from shardfn.plans.memory import MemoryEstimate, estimate_memory
 from shardfn.shards.init import init, init_sharded
 from shardfn.shards.layout import FlatShard, Layout, local_parameters
-from shardfn.shards.partition import combine, partition, pruned
+from shardfn.shards.partition import combine, flatten_by_path, partition
 from shardfn.shards.placement import (
     Placement,
     Strategy,
@@ -51,14 +51,14 @@ from shardfn.shards.placement import (
     hybrid_shard,
     hybrid_shard_zero2,
     mics,
+    replicate_small,
     shard_grad_op,
     strategy,
-    uncut,
     zero1,
     zero2,
     zeropp,
 )
-from shardfn.shards.putting import put
+from shardfn.shards.putting import to_tier
 from shardfn.shards.random import fold_in
 from shardfn.shards.replicated import assert_replicated
 from shardfn.shards.sharding import shard, shard_named
@@ -74,16 +74,16 @@ if TYPE_CHECKING:
     from shardfn.compiled.compile import compile
     from shardfn.plans.machines import Chip, Links
     from shardfn.plans.measuring import measure_chip, measure_links
-    from shardfn.plans.plan import Plan
-    from shardfn.plans.planning import plan, planning
+    from shardfn.plans.plan import StepPlan
+    from shardfn.plans.planning import plan_mode, plan_step
     from shardfn.plans.profiling import Profile, profile_step
     from shardfn.plans.showing import show
 
 __version__ = "0.1.0"
 
 _WHEN_USED = {  # names for planning, showing, curvature and compiling, which a step needs not
-    "Chip": "plans.machines", "Links": "plans.machines", "measure_chip": "plans.measuring", "Plan": "plans.plan",
-    "measure_links": "plans.measuring", "plan": "plans.planning", "planning": "plans.planning",
+    "Chip": "plans.machines", "Links": "plans.machines", "measure_chip": "plans.measuring", "StepPlan": "plans.plan",
+    "measure_links": "plans.measuring", "plan_step": "plans.planning", "plan_mode": "plans.planning",
     "Profile": "plans.profiling", "profile_step": "plans.profiling", "show": "plans.showing", "curvature": "curvature",
     "compile": "compiled.compile",
 }  # fmt: skip
@@ -106,12 +106,12 @@ __all__ = [
     "Layout",
     "Ledger",
     "Links",
-    "Memory",
+    "MemoryEstimate",
     "P",
     "Placement",
-    "Plan",
     "Profile",
     "Record",
+    "StepPlan",
     "Strategy",
     "VaryingError",
     "VaryingWarning",
@@ -125,14 +125,16 @@ __all__ = [
     "checkpoint",
     "combine",
     "compile",
+    "cuda_graph",
     "curvature",
     "ddp",
     "debug",
+    "estimate_memory",
+    "flatten_by_path",
     "fold_in",
     "full_shard",
     "global_shape",
     "grad",
-    "graphed",
     "hessian",
     "hfsdp",
     "hpz",
@@ -153,28 +155,26 @@ __all__ = [
     "make_mesh",
     "measure_chip",
     "measure_links",
-    "memory",
     "mics",
     "offload",
     "optim",
     "parallel",
     "partition",
-    "plan",
-    "planning",
+    "plan_mode",
+    "plan_step",
     "pmax",
     "pmean",
     "pmin",
     "ppermute",
     "profile_step",
-    "pruned",
     "psum",
     "psum_scatter",
-    "put",
     "pvary",
     "quant",
     "ragged_all_to_all",
     "redistribute",
     "reduce_scatter",
+    "replicate_small",
     "run",
     "shard",
     "shard_grad_op",
@@ -184,10 +184,10 @@ __all__ = [
     "skip",
     "stage",
     "strategy",
+    "to_tier",
     "translate",
     "transports",
     "typeof",
-    "uncut",
     "unshard",
     "value_and_grad",
     "vdot",

@@ -129,7 +129,7 @@ def live(rank: int, sizes: dict[str, int], folder: str, number: int, steps: int,
                 os.write(log, f"{state['step']}\n".encode())
         else:
             checkpoint.save_async(path, state, keep=KEEP)
-    checkpoint.finish()
+    checkpoint.wait_for_saves()
     if rank == 0:
         os.write(log, f"{state['step']}\n".encode())
     dist.barrier()

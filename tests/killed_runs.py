@@ -41,7 +41,7 @@ def live(rank: int, size: int, folder: str, number: int, steps: int, noise: floa
     mesh = mesh_here()
     (root / f"trains{number}.{rank}").touch()
     state, run = sf.run.loop(
-        step_of(mesh, noise), begin(mesh), Rows(mesh), steps=steps, save=root / "run", every=2, keep=2,
+        step_of(mesh, noise), begin(mesh), Rows(mesh), steps=steps, save=root / "run", save_every=2, keep_last=2,
         report=sf.run.jsonl(root / "metrics.jsonl"),
     )  # fmt: skip
     parameters = whole(state)

@@ -30,7 +30,7 @@ class Lossless(Format):
 LOSSLESS = Lossless("lossless", 2)
 WIRES = {
     "no": {},
-    "gather": {"gather": LOSSLESS},
-    "reduce": {"reduce": LOSSLESS},
-    "both": {"gather": LOSSLESS, "reduce": LOSSLESS},
+    "gather": {"gather_format": LOSSLESS},
+    "reduce": {"reduce_format": LOSSLESS},
+    "both": {"gather_format": LOSSLESS, "reduce_format": LOSSLESS},
 }

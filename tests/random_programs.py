@@ -767,7 +767,7 @@ def sines(tree: Any) -> Tensor:
     return torch.stack(each or [torch.zeros((), dtype=torch.float64)]).sum()
 
 
-DEFERS: list[Any] = ["replicas", "everything", "nothing"]
+DEFERS: list[Any] = ["replicas", "all", "nothing"]
 MODES = [torch.enable_grad, torch.no_grad, torch.inference_mode]
 CHANGES = ("optimize", "inplace", "replace", "reload")
 FURTHER = ("hvp", "grad_grad", "func_grad_grad", "double", "jvp", "vmap", "per_sample")
@@ -1480,11 +1480,11 @@ def recorded(program: Program, folder: str) -> list[list[Call]]:
 def planned(program: Program, folder: str) -> list[list[Call] | str]:
     """The collectives of the plan of each action, or why there is none."""
     found: list[list[Call] | str] = []
-    with sf.planning(program.ranks):
+    with sf.plan_mode(program.ranks):
         machine = Sharded(program, folder, None)
         for action in program.actions:
             try:
-                works = sf.plan(machine.act, action, mesh=machine.mesh).collectives
+                works = sf.plan_step(machine.act, action, mesh=machine.mesh).collectives
             except Exception as error:
                 found.append(f"{type(error).__name__}: {error}")
                 break

@@ -61,7 +61,7 @@ def trained(default: str, name: str, tiers: dict[str, Any], folder: str) -> list
         state = {"params": params, "moments": opt.init(params)}
         for steps in (2, 4):
             batches = sf.run.batches(Rows(), mesh, "shard", 8, 0)
-            state, _ = sf.run.loop(step, state, batches, steps=steps, save=f"{folder}/run", every=2)
+            state, _ = sf.run.loop(step, state, batches, steps=steps, save=f"{folder}/run", save_every=2)
         read = sf.checkpoint.load(f"{folder}/run/step-00000004", state, part="state")
         whole = sf.unshard(read["params"])
     return [x.cpu() for block in whole["blocks"] for x in block.values()]

@@ -15,7 +15,7 @@ from shardfn import checkpoint, interop, lora
 from shardfn.cli import main
 from shardfn.local_paths import local_path
 from shardfn.plans.machines import Chip, Links
-from shardfn.plans.plan import Plan
+from shardfn.plans.plan import StepPlan
 from shardfn.testing import World
 from tests.models import mesh_of
 from tests.refusals import told
@@ -27,7 +27,7 @@ def everywhere(folder: str, url: Any) -> dict[str, str]:
     os.chdir(folder)
     mesh = mesh_of(shard=2)
     strategy = sf.full_shard("shard")
-    model = interop.functional(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), small=1)
+    model = interop.functional(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), min_stage_params=1)
     params, adapters = model.shard(mesh, strategy), sf.shard(lora.init(model, ".*0", 2), mesh, strategy)
 
     def step(state: Any, batch: Any) -> Any:
@@ -39,8 +39,8 @@ def everywhere(folder: str, url: Any) -> dict[str, str]:
         "load": lambda: checkpoint.load(url, params),
         "latest": lambda: checkpoint.latest(url),
         "verify": lambda: checkpoint.verify(url),
-        "export": lambda: checkpoint.export(url, params),
-        "import_": lambda: checkpoint.import_(url, params),
+        "export": lambda: checkpoint.export_hf(url, params),
+        "import_": lambda: checkpoint.import_hf(url, params),
         "load_torch_optimizer": lambda: checkpoint.load_torch_optimizer(url, sf.optim.adamw(1e-3).init(params)),
         "save_pretrained": lambda: interop.save_pretrained(url, model, params),
         "interop.load": lambda: interop.load(url, model, mesh, strategy),
@@ -54,7 +54,7 @@ def everywhere(folder: str, url: Any) -> dict[str, str]:
         "scratch": lambda: sf.make_mesh(shard=-1, device="cpu", scratch=url),
         "Chip": lambda: Chip.load(url),
         "Links": lambda: Links.load(url),
-        "Plan": lambda: Plan.load(url),
+        "Plan": lambda: StepPlan.load(url),
     }
     return {name: told(call) for name, call in calls.items()} | {"left": str(os.listdir("."))}
 

@@ -4,13 +4,13 @@ Imports `shards`, `collectives`, `mesh` and `compat`.
 """
 
 from shardfn.checkpoint.contents import ByRank
-from shardfn.checkpoint.huggingface import export, import_
+from shardfn.checkpoint.huggingface import export_hf, import_hf
 from shardfn.checkpoint.loading import latest, load
 from shardfn.checkpoint.matching import Differences
-from shardfn.checkpoint.saving import Pending, finish, save, save_async
+from shardfn.checkpoint.saving import Pending, save, save_async, wait_for_saves
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.checkpoint.torch_optimizer import load_torch_optimizer, torch_optimizer
-from shardfn.checkpoint.verifying import Damage, Verdict, verify
+from shardfn.checkpoint.verifying import Damage, VerifyReport, verify
 
 __all__ = [
     "ByRank",
@@ -18,10 +18,9 @@ __all__ = [
     "Damage",
     "Differences",
     "Pending",
-    "Verdict",
-    "export",
-    "finish",
-    "import_",
+    "VerifyReport",
+    "export_hf",
+    "import_hf",
     "latest",
     "load",
     "load_torch_optimizer",
@@ -29,4 +28,5 @@ __all__ = [
     "save_async",
     "torch_optimizer",
     "verify",
+    "wait_for_saves",
 ]

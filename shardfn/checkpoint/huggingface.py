@@ -21,7 +21,7 @@ from shardfn.checkpoint.contents import Contents, TensorType, contents
 from shardfn.checkpoint.loading import filled
 from shardfn.checkpoint.matching import LoadRequest, Rule, by_rules, refuse_flat, renamed, turned
 from shardfn.checkpoint.safetensors import Elements, FileLayout, begin, clear, fill, planned, publish
-from shardfn.checkpoint.saving import finish
+from shardfn.checkpoint.saving import wait_for_saves
 from shardfn.checkpoint.team import CheckpointError, RankGroup, on_each_rank, team_of
 from shardfn.checkpoint.tensor_bytes import pieces
 from shardfn.collectives import functional
@@ -42,9 +42,9 @@ from shardfn.tracebacks import api_boundary
 STEP = 2**23  # bytes that are gathered or written at a time
 
 
-@waiting.during("sf.checkpoint.export")
+@waiting.during("sf.checkpoint.export_hf")
 @api_boundary
-def export(
+def export_hf(
     path: str | os.PathLike[str],
     params: Any,
     *,
@@ -83,16 +83,16 @@ def export(
         ValueError: `largest` is below 1.
 
     Example:
-        ``export("out", params, names=[(r"blocks\\.(\\d+)\\.q", r"layers.\\1.q_proj.weight", "T")])``
+        ``export_hf("out", params, names=[(r"blocks\\.(\\d+)\\.q", r"layers.\\1.q_proj.weight", "T")])``
     """
-    finish()
+    wait_for_saves()
 
     def started() -> tuple[Path, Contents]:
-        refuse_options("export", "largest", largest, dtype)
-        return local_path(path, "checkpoint.export: path"), contents(params, shared=False)
+        refuse_options("export_hf", "largest", largest, dtype)
+        return local_path(path, "checkpoint.export_hf: path"), contents(params, shared=False)
 
     folder, tree = on_each_rank(started)
-    group, task = team_of(tree.grids), f"export {folder}"
+    group, task = team_of(tree.grids), f"export_hf {folder}"
 
     def planning() -> tuple[dict[str, _Target], FileLayout]:
         _only_tensors(params, tree)
@@ -113,9 +113,9 @@ def export(
         raise
 
 
-@waiting.during("sf.checkpoint.import_")
+@waiting.during("sf.checkpoint.import_hf")
 @api_boundary
-def import_(
+def import_hf(
     path: str | os.PathLike[str],
     like: Any,
     *,
@@ -133,7 +133,7 @@ def import_(
         path: of a folder with `model.safetensors` or an index of several files, of such an index, or of a file; or of
             anything else that `load` takes.
         like: a pytree of flat shards and tensors, into which the values are written.
-        names: rules from our names to those in the files, as for `export`.
+        names: rules from our names to those in the files, as for `export_hf`.
         strict: whether the files must hold exactly the tensors of the tree. If not, what is missing keeps its values in
             `like`, what is extra is ignored, and both are logged by the logger `shardfn`; different shapes are still
             errors.
@@ -149,11 +149,11 @@ def import_(
         TypeError: the tree holds something other than flat shards and tensors.
 
     Example:
-        ``import_("llama", params, names=[(r"blocks\\.(\\d+)\\.q", r"layers.\\1.q_proj.weight", "T")])``
+        ``import_hf("llama", params, names=[(r"blocks\\.(\\d+)\\.q", r"layers.\\1.q_proj.weight", "T")])``
     """
-    finish()
+    wait_for_saves()
     request = LoadRequest("", by_rules(names), strict, ignore, converts=True)
-    filled(f"import_ {path}", path, like, request, True, check=lambda flat_tree: _only_tensors(like, flat_tree))
+    filled(f"import_hf {path}", path, like, request, True, check=lambda flat_tree: _only_tensors(like, flat_tree))
     return like
 
 
@@ -260,7 +260,7 @@ def _gathered(flat: FlatShard, names: list[str], number: int) -> Iterator[tuple[
     copies = tuple(name for name, _ in layout.grid.sizes if name not in {*cut, *layout.placement.only_at_axes})
     if not layout.lives_on(rank) or layout.grid.index(rank, copies) != number % layout.grid.size(copies):
         return
-    mesh = mesh_of(layout.grid, f"export: stage {layout.stage!r}")
+    mesh = mesh_of(layout.grid, f"export_hf: stage {layout.stage!r}")
     with scope(mesh):
         buffer = _joined(flat.values.detach(), layout.placement.axes, 0, layout.size, mesh)
         for turn, (name, entry, view) in enumerate(zip(names, layout.entries, layout.views(buffer), strict=True)):

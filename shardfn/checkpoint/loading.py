@@ -20,7 +20,7 @@ from shardfn.checkpoint.folders import is_checkpoint, manifests, restored, sourc
 from shardfn.checkpoint.matching import Differences, LoadRequest, Rule, StoredName, by_rules
 from shardfn.checkpoint.missed_steps import StepCounts, step_counts, with_missed
 from shardfn.checkpoint.reading import BoxReader, CheckpointReader
-from shardfn.checkpoint.saving import finish
+from shardfn.checkpoint.saving import wait_for_saves
 from shardfn.checkpoint.team import CheckpointError, RankGroup, on_each_rank, team_of
 from shardfn.local_paths import local_path
 from shardfn.mesh import waiting
@@ -61,7 +61,7 @@ def load(
         like: a tree as `save` takes one, placed as the result is to be.
         part: the part that is read as if it were all: the keys to it, joined by dots, such as `"state_dict"` or
             `"model"`.
-        names: rules from our names to those in the part, as for `export`.
+        names: rules from our names to those in the part, as for `export_hf`.
         strict: whether everything must be the same on both sides. If not, what is missing keeps its values in `like`,
             what is extra is ignored, dtypes are converted, and all this is logged by the logger `shardfn`; different
             shapes are still errors.
@@ -83,7 +83,7 @@ def load(
         ``tree = load(latest("runs/1"), {"params": params, "state": state, "step": 0})``, and
         ``params = load("last.ckpt", params, part="state_dict")``
     """
-    finish()
+    wait_for_saves()
     return filled(f"load {path}", path, like, LoadRequest(part, by_rules(names), strict, ignore), donate)
 
 

@@ -53,7 +53,7 @@ def save(path: str | os.PathLike[str], state: Any, *, keep: int | None = None, o
     Example:
         ``save(f"runs/1/step-{step:05}", {"params": params, "state": state, "step": step}, keep=3)``
     """
-    finish()
+    wait_for_saves()
     on_each_rank(lambda: Save(local_path(path, "checkpoint.save: path"), state, overwrite, keeping(keep))).write()
 
 
@@ -156,7 +156,7 @@ def save_async(
 
 def begin(make: Callable[[], Save]) -> Pending:
     """Starts to write in the background. Raises as `save_async` does."""
-    finish()
+    wait_for_saves()
     save = on_each_rank(make)
     save.copy()
     pending = Pending(save, team_of(save.contents.grids, "ask"))
@@ -168,7 +168,7 @@ def begin(make: Callable[[], Save]) -> Pending:
 _pending: list[Pending] = []
 
 
-def finish() -> None:
+def wait_for_saves() -> None:
     """Waits for checkpoints that are being written in the background.
 
     Raises:
@@ -185,7 +185,7 @@ def _wait_at_exit() -> None:
     def leave() -> None:
         if getattr(sys, "last_value", None) is None:
             with contextlib.suppress(Exception):  # the error has been logged
-                finish()
+                wait_for_saves()
         for pending in _pending:
             pending.stop()
 

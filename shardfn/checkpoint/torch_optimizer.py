@@ -21,7 +21,7 @@ from shardfn.checkpoint.loading import filled
 from shardfn.checkpoint.manifest import TensorSource
 from shardfn.checkpoint.matching import LoadRequest, Rule, StoredName, renamed
 from shardfn.checkpoint.reading import BoxReader
-from shardfn.checkpoint.saving import finish
+from shardfn.checkpoint.saving import wait_for_saves
 from shardfn.checkpoint.team import CheckpointError, on_each_rank
 from shardfn.mesh import waiting
 from shardfn.mesh.spec import joined
@@ -119,7 +119,7 @@ def load_torch_optimizer(
     Example:
         ``state = load_torch_optimizer("out/optimizer_0", adamw(3e-4).init(params), part="optimizer")``
     """
-    finish()
+    wait_for_saves()
 
     def checked() -> list[Rule]:
         _check(state, make)

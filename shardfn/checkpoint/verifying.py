@@ -33,7 +33,7 @@ class Damage:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class VerifyReport:
     """The result of `verify`.
 
     Attributes:
@@ -54,7 +54,7 @@ class Verdict:
 
 
 @api_boundary
-def verify(path: str | os.PathLike[str], report: Report = silent) -> Verdict:
+def verify(path: str | os.PathLike[str], report: Report = silent) -> VerifyReport:
     """Reads every byte of a checkpoint and compares checksums, in one process.
 
     Of a torch.distributed.checkpoint it reads every item, which must have the right shape, and match the checksums that
@@ -65,7 +65,7 @@ def verify(path: str | os.PathLike[str], report: Report = silent) -> Verdict:
         report: called with bytes done and bytes in all.
 
     Returns:
-        A `Verdict`; its `damage` is empty if the checkpoint is intact.
+        A `VerifyReport`; its `damage` is empty if the checkpoint is intact.
 
     Raises:
         CheckpointError: this is not a checkpoint.
@@ -78,7 +78,7 @@ def verify(path: str | os.PathLike[str], report: Report = silent) -> Verdict:
         manifest = read_manifest(folder)
     except CheckpointError as error:
         size = (folder / MANIFEST).stat().st_size
-        return Verdict(path, "shardfn", 0, 1, size, [Damage(MANIFEST, 0, size, (), str(error))])
+        return VerifyReport(path, "shardfn", 0, 1, size, [Damage(MANIFEST, 0, size, (), str(error))])
     parts: dict[str, list[tuple[Chunk, str]]] = {}
     for name, chunks in manifest.chunks.items():
         for chunk in chunks:
@@ -96,7 +96,7 @@ def verify(path: str | os.PathLike[str], report: Report = silent) -> Verdict:
     ]
     damage += _of_parts(MANIFEST, manifest)
     entries = len(manifest.tensors) + len(manifest.numbers)
-    return Verdict(path, "shardfn", entries, len(expected), total + (folder / MANIFEST).stat().st_size, damage)
+    return VerifyReport(path, "shardfn", entries, len(expected), total + (folder / MANIFEST).stat().st_size, damage)
 
 
 def _between(size: int, crc: int, parts: list[tuple[Chunk, str]]) -> Iterator[tuple[Chunk, tuple[str, ...]]]:
@@ -154,12 +154,12 @@ def _of_parts(file: str, manifest: Manifest) -> Iterator[Damage]:
             yield Damage(file, 0, 0, (name,), flaw)
 
 
-def _verify_torchs(path: Path, folder: Path, report: Report) -> Verdict:
+def _verify_torchs(path: Path, folder: Path, report: Report) -> VerifyReport:
     size = (folder / METADATA).stat().st_size
     try:
         source = torchs(folder)
     except CheckpointError as error:
-        return Verdict(path, "torch", 0, 1, size, [Damage(METADATA, 0, size, (), str(error))])
+        return VerifyReport(path, "torch", 0, 1, size, [Damage(METADATA, 0, size, (), str(error))])
     damage = list(_of_parts(METADATA, source))
     items: list[tuple[Chunk, str, TensorType | None]] = [
         (Chunk(full_box(()), *place), name, None) for name, place in source.places.items()
@@ -173,7 +173,7 @@ def _verify_torchs(path: Path, folder: Path, report: Report) -> Verdict:
         if flaw:
             damage.append(Damage(chunk.file, chunk.offset, chunk.stop, (name,), flaw))
     entries, files = len(source.tensors) + len(source.places), {chunk.file for chunk, *_ in items}
-    return Verdict(path, "torch", entries, len(files) + 1, total + size, damage)
+    return VerifyReport(path, "torch", entries, len(files) + 1, total + size, damage)
 
 
 def _flaw_of_item(folder: Path, chunk: Chunk, kind: TensorType | None, buffer: ReusedMemory) -> str:

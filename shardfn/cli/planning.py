@@ -21,8 +21,8 @@ from shardfn.plans import presets
 from shardfn.plans.drawing import duration
 from shardfn.plans.fits import RESERVE, size_of
 from shardfn.plans.machines import Chip, Links
-from shardfn.plans.plan import Plan
-from shardfn.plans.planning import plan, planning
+from shardfn.plans.plan import StepPlan
+from shardfn.plans.planning import plan_mode, plan_step
 from shardfn.plans.timeline import Timeline
 from shardfn.quoting import amount, byte_count
 from shardfn.shapes.searching import Candidate, search
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     return FITS if verdict or not args.fit else DOES_NOT
 
 
-def _print_schedule(made: Plan, timeline: Timeline) -> None:
+def _print_schedule(made: StepPlan, timeline: Timeline) -> None:
     """Prints a line for each work: when it begins and ends on the chip, and what it computes or moves."""
     rows = [
         (
@@ -136,7 +136,7 @@ def _print_schedule(made: Plan, timeline: Timeline) -> None:
     print_table(head, rows, right=(0, 1, 2, 8, 9))
 
 
-def _requested_plan(args: argparse.Namespace) -> tuple[Plan, int | None]:
+def _requested_plan(args: argparse.Namespace) -> tuple[StepPlan, int | None]:
     """Returns the plan, and the tokens that a rank processes, if they are known."""
     setting = _setting(args, args.mesh)
     if args.model is not None:
@@ -157,7 +157,7 @@ _OF_MODELS = {fact.name: fact.default for fact in fields(Setting) if fact.name n
 _OF_MODELS |= dict.fromkeys(("params_on", "grads_on", "state_on"), "device")
 
 
-def _user_plan(args: argparse.Namespace) -> Plan:
+def _user_plan(args: argparse.Namespace) -> StepPlan:
     """Returns the plan of the user's own step."""
     given = [f"--{name.replace('_', '-')}" for name, default in _OF_MODELS.items() if getattr(args, name) != default]
     if given:
@@ -172,14 +172,14 @@ def _user_plan(args: argparse.Namespace) -> Plan:
     found = getattr(importlib.import_module(module), name, None)
     if not callable(found):
         raise ValueError(f"plan: {module} has no function {name!r}")
-    with planning(math.prod(args.mesh.values()), args.rank, per_node=args.per_node):
+    with plan_mode(math.prod(args.mesh.values()), args.rank, per_node=args.per_node):
         made = found(make_mesh(**args.mesh))
         if not isinstance(made, tuple) or not made or not callable(made[0]):
             raise ValueError(
                 f"plan: {args.what} returned {type(made).__name__}; it returns a tuple, of a step and its arguments: "
                 f"return step, params, state, tokens"
             )
-        return plan(*made)
+        return plan_step(*made)
 
 
 def _setting(args: argparse.Namespace, mesh: dict[str, int]) -> Setting:

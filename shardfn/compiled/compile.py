@@ -43,7 +43,7 @@ def compile(step: F, /, *, mesh: DeviceMesh | None = None) -> F:
     compiler; so the program sends what the step sends, and needs no more memory. The third call is traced again, to
     find what differs between calls.
 
-    As for `graphed`, what the step returns and the program passes back in the next call is *carried*: parameters and
+    As for `cuda_graph`, what the step returns and the program passes back in the next call is *carried*: parameters and
     optimizer state. It is overwritten in place, and each use of a carried argument after the call is a RuntimeError. A
     number in a carried tree that changes from call to call, such as an optimizer's step count, becomes a 0-d tensor.
     Any other number is a constant: a call with another one is an error. Arguments of other shapes, strides, dtypes or

@@ -1,4 +1,4 @@
-"""`graphed`: a whole training step as one graph, which the host launches at once."""
+"""`cuda_graph`: a whole training step as one graph, which the host launches at once."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _NUMBERS = {int: torch.int64, float: torch.float64}
 
 
 @api_boundary
-def graphed(step: F, /, *, mesh: DeviceMesh | None = None) -> F:
+def cuda_graph(step: F, /, *, mesh: DeviceMesh | None = None) -> F:
     """The step as one graph: after a few calls the host launches all its work at once, in place of each operation.
 
     This pays for small models, whose operations take less time on the device than the host needs to launch them. Three
@@ -77,7 +77,7 @@ def graphed(step: F, /, *, mesh: DeviceMesh | None = None) -> F:
             disk; a carried argument is used again; a debug mode is on; more than 8 graphs would be made.
 
     Example:
-        ``step = sf.graphed(step)``, then ``params, state, loss = step(params, state, batch)`` for each batch
+        ``step = sf.cuda_graph(step)``, then ``params, state, loss = step(params, state, batch)`` for each batch
     """
     return Graphs(step, mesh).wrapped()  # type: ignore[return-value]
 
@@ -94,7 +94,7 @@ class Graphs:
         earlier: programs from before their roles were known, by structure.
     """
 
-    caller, warm_up, settled = "graphed", 3, 4
+    caller, warm_up, settled = "cuda_graph", 3, 4
 
     def __init__(self, step: Callable[..., Any], mesh: DeviceMesh | None) -> None:
         self.step, self.mesh, self.name = step, mesh, f"{self.caller}({name_of(step)})"

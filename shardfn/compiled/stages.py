@@ -219,7 +219,7 @@ class TracedReductions:
         self, reduction: Reduction, gradients: Sequence[Tensor | None], total: GradientSum | None, defer: str
     ) -> Tensor | None:
         """The sum over ranks, unless it is added to a total, or deferred."""
-        if defer == "everything" and total is not None:
+        if defer == "all" and total is not None:
             self._add(total, gradients)
             return None
         out = self._run(reduction, gradients, "scatter" if defer == "replicas" else "all")
@@ -257,7 +257,7 @@ class TracedReductions:
             route, dtypes, self.stage = total.reduction.route, total.reduction.dtypes, total.reduction.layout.stage
             if total.out is not None:
                 total.out = total.out.to(dtypes.shard)
-            if step.defer == "everything":
+            if step.defer == "all":
                 self.begins = True
                 full = [None if g is None else g.to(dtypes.sum) for g in self.wholes.pop(total)]
                 total.out = self._run(total.reduction, full, "all")

@@ -4,11 +4,11 @@ Imports `stages`, `transforms`, `optim`, `checkpoint`, `shards`, `collectives` a
 """
 
 from shardfn.curvature.influence import GradientStore, influence, store_gradients
-from shardfn.curvature.kronecker import Grams, Kronecker, ekfac, grams
-from shardfn.curvature.labels import Drawn
+from shardfn.curvature.kronecker import Kronecker, SecondMoments, ekfac, second_moments
+from shardfn.curvature.labels import SampledLabels
 from shardfn.curvature.operators import Operator, empirical_fisher, fisher, ggn, hvp
 from shardfn.curvature.per_example import PerExample, dp_grads, noise_scale, per_example
-from shardfn.curvature.privacy import epsilon, noise_for
+from shardfn.curvature.privacy import epsilon, noise_multiplier_for
 from shardfn.curvature.sharpness import CriticalRate, critical_sharpness, preconditioned, sharpness
 from shardfn.curvature.solving import Solution, solve
 from shardfn.curvature.spectra import Eigenpairs, Estimate, Spectrum, diag, spectrum, top_eig, trace
@@ -16,14 +16,14 @@ from shardfn.curvature.unrolling import implicit, unroll
 
 __all__ = [
     "CriticalRate",
-    "Drawn",
     "Eigenpairs",
     "Estimate",
     "GradientStore",
-    "Grams",
     "Kronecker",
     "Operator",
     "PerExample",
+    "SampledLabels",
+    "SecondMoments",
     "Solution",
     "Spectrum",
     "critical_sharpness",
@@ -34,14 +34,14 @@ __all__ = [
     "epsilon",
     "fisher",
     "ggn",
-    "grams",
     "hvp",
     "implicit",
     "influence",
-    "noise_for",
+    "noise_multiplier_for",
     "noise_scale",
     "per_example",
     "preconditioned",
+    "second_moments",
     "sharpness",
     "solve",
     "spectrum",

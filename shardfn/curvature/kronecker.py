@@ -2,8 +2,8 @@
 
 `ekfac` makes of them the Fisher matrix in a Kronecker-factored eigenbasis, which can be inverted: each parameter is a
 block of its own, whose owner decomposes its factors, and a product moves a vector there and back, as Muon does with
-gradients. `grams` hands them out: of inputs, of gradients of outputs, and of a matrix's own gradient. They are what
-pruning, quantizing and merging layers need. Each is summed over ranks while the stage runs.
+gradients. `second_moments` hands them out: of inputs, of gradients of outputs, and of a matrix's own gradient. They are
+what pruning, quantizing and merging layers need. Each is summed over ranks while the stage runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardfn import checkpoint
 from shardfn.collectives.agree import agree
-from shardfn.curvature.labels import Drawn, called
+from shardfn.curvature.labels import SampledLabels, called
 from shardfn.curvature.operators import Operator, check_batches, each_of
 from shardfn.curvature.per_example import Losses, checked, compare_once, kind_of, visit
 from shardfn.curvature.resuming import begun, compare, made_of
@@ -87,7 +87,7 @@ class Kronecker(Operator):
 
 
 def ekfac(
-    losses: Losses | Drawn,
+    losses: Losses | SampledLabels,
     params: Any,
     batches: Iterable[Any] | None,
     *,
@@ -110,7 +110,8 @@ def ekfac(
     summed over ranks after each batch.
 
     Args:
-        losses: as for `per_example`; the labels in the batch give the *empirical* Fisher matrix. `Drawn` draws labels.
+        losses: as for `per_example`; the labels in the batch give the *empirical* Fisher matrix. `SampledLabels` draws
+            labels.
         params: as for `per_example`. They must not be overwritten meanwhile.
         batches: this rank's batches, as for `hvp`, which are read twice; or None to read a folder without comparing
             losses.
@@ -138,10 +139,10 @@ def ekfac(
     Example:
         ``step = ekfac(losses, params, batches).solve(gradient, damping=1e-3)``
     """
-    name = f"ekfac of {name_of(losses.model if isinstance(losses, Drawn) else losses)}"
+    name = f"ekfac of {name_of(losses.model if isinstance(losses, SampledLabels) else losses)}"
     space, path = Space(params, name), None if folder is None else local_path(folder, f"{name}: folder")
     parameters = places(space)
-    exists, labels = begun(path), f"drawn with seed {losses.seed}" if isinstance(losses, Drawn) else "given"
+    exists, labels = begun(path), f"drawn with seed {losses.seed}" if isinstance(losses, SampledLabels) else "given"
     settings: dict[str, Any] = {
         "corrected": bool(corrected), "diagonal": ", ".join(sorted(diagonal)), "labels": labels
     }  # fmt: skip
@@ -170,7 +171,7 @@ def ekfac(
 def _fitted(
     space: Space,
     parameters: dict[Key, OwnedParameter],
-    losses: Losses | Drawn,
+    losses: Losses | SampledLabels,
     batches: Iterable[Any],
     name: str,
     corrected: bool,
@@ -199,7 +200,9 @@ def _fitted(
     return Kronecker(space.params, kinds, factors.rows, state, name)
 
 
-def gather(sums: Sums, losses: Losses | Drawn, batches: Iterable[Any], name: str, *, strict: bool = True) -> None:
+def gather(
+    sums: Sums, losses: Losses | SampledLabels, batches: Iterable[Any], name: str, *, strict: bool = True
+) -> None:
     """Adds the rows of all batches to sums; compares the first batch as `per_example` does.
 
     Raises:
@@ -207,7 +210,7 @@ def gather(sums: Sums, losses: Losses | Drawn, batches: Iterable[Any], name: str
     """
     params = sums.params
     refuse_cut(params, name)
-    call = losses.losses if isinstance(losses, Drawn) else losses
+    call = losses.losses if isinstance(losses, SampledLabels) else losses
     with draws_restored(sums.space.local_params) as before:
         for index, batch in enumerate(each_of(batches, name, *called(losses))):
             arguments, rows = checked(params, functools.partial(_labelled, losses, params, batch, index), name)
@@ -226,8 +229,8 @@ def gather(sums: Sums, losses: Losses | Drawn, batches: Iterable[Any], name: str
         raise ValueError(f"{name}: no rank has rows")
 
 
-def _labelled(losses: Losses | Drawn, params: Any, batch: tuple[Any, ...], index: int) -> tuple[Any, ...]:
-    return losses.labelled(params, batch, index) if isinstance(losses, Drawn) else batch
+def _labelled(losses: Losses | SampledLabels, params: Any, batch: tuple[Any, ...], index: int) -> tuple[Any, ...]:
+    return losses.labelled(params, batch, index) if isinstance(losses, SampledLabels) else batch
 
 
 def _wrong(diagonal: Collection[str], parameters: dict[Key, OwnedParameter], name: str) -> Exception | None:
@@ -304,7 +307,7 @@ INPUTS: dict[Kind, int] = {"linear": 1, "product": 0}  # the dimension of a matr
 
 
 @dataclass(frozen=True, eq=False)
-class Grams:
+class SecondMoments:
     r"""Second moments, over all rows of all ranks.
 
     Attributes:
@@ -357,7 +360,7 @@ class Grams:
             try:
                 new = f(block.path, weight, gram)
                 if new.shape != weight.shape:
-                    raise ValueError(f"grams: {name_of(f)} returned {tuple(new.shape)} for {block.path}")
+                    raise ValueError(f"second_moments: {name_of(f)} returned {tuple(new.shape)} for {block.path}")
             except Exception as error:  # others wait for this rank
                 errors.append(error)
                 return x
@@ -369,24 +372,24 @@ class Grams:
         return space.variables.tree(space.tangents(values))
 
 
-def grams(
-    losses: Losses | Drawn, params: Any, batches: Iterable[Any], *, outputs: bool = False, fisher: bool = False
-) -> Grams:
+def second_moments(
+    losses: Losses | SampledLabels, params: Any, batches: Iterable[Any], *, outputs: bool = False, fisher: bool = False
+) -> SecondMoments:
     r"""The second moments of the inputs of each matrix, over all tokens of all rows of all ranks.
 
     Batches are read once, and each takes a forward and a backward pass. A rank holds the moments of the matrices that
     it owns, and while a stage runs those of this stage.
 
     Args:
-        losses: as for `per_example`, or `Drawn`.
+        losses: as for `per_example`, or `SampledLabels`.
         params: as for `per_example`.
         batches: this rank's batches, as for `hvp`.
         outputs: whether to also find second moments of the gradients of outputs.
         fisher: whether to also find the diagonal of the mean over rows of :math:`g g^\top`: the empirical Fisher
-            matrix, or with `Drawn` the Fisher matrix.
+            matrix, or with `SampledLabels` the Fisher matrix.
 
     Returns:
-        `Grams`.
+        `SecondMoments`.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `per_example` and `hvp`.
@@ -395,12 +398,12 @@ def grams(
         Alistarh, SparseGPT (2023); Kirkpatrick et al., Overcoming catastrophic forgetting in neural networks (2017).
 
     Example:
-        ``pruned = grams(losses, params, batches).replaced(lambda path, weight, gram: prune(weight, gram))``
+        ``pruned = second_moments(losses, params, batches).replaced(lambda path, weight, gram: prune(weight, gram))``
     """
-    name = f"grams of {name_of(losses.model if isinstance(losses, Drawn) else losses)}"
+    name = f"second_moments of {name_of(losses.model if isinstance(losses, SampledLabels) else losses)}"
     space = Space(params, name)
-    labels = losses.seed if isinstance(losses, Drawn) else None
-    space.agree("grams", outputs=bool(outputs), fisher=bool(fisher), labels=labels)
+    labels = losses.seed if isinstance(losses, SampledLabels) else None
+    space.agree("second_moments", outputs=bool(outputs), fisher=bool(fisher), labels=labels)
     check_batches(batches, params, name)
     dims = {kind: (0, 1) if outputs else (dim,) for kind, dim in INPUTS.items()}
     parameters = places(space)
@@ -426,4 +429,4 @@ def grams(
         squares = {sums.places[key].block.name: total.squares for key, total in sums.totals.items()}
         scaled = on_owner(space.moving, space.zeros(), lambda block, x: squares[block.name].reshape(x.shape), work)  # type: ignore[union-attr]
         diagonal = space.written([x / sums.rows for x in scaled])
-    return Grams(moments[0], moments[1], diagonal, kinds, tokens, sums.rows, tuple(left_out), space)
+    return SecondMoments(moments[0], moments[1], diagonal, kinds, tokens, sums.rows, tuple(left_out), space)

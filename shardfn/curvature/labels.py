@@ -23,7 +23,7 @@ from shardfn.transforms.shortage import RandomNumbers
 
 
 @dataclass(frozen=True)
-class Drawn:
+class SampledLabels:
     """Losses of rows at labels sampled from the model, in place of losses, for the Fisher matrix.
 
     A row's loss is its negative log-likelihood, summed over its labels. They depend on the seed, the number of the
@@ -36,7 +36,7 @@ class Drawn:
         seed: any int.
 
     Example:
-        ``F = ekfac(Drawn(model, lambda z, x, y: Categorical(logits=z)), params, batches)``
+        ``F = ekfac(SampledLabels(model, lambda z, x, y: Categorical(logits=z)), params, batches)``
     """
 
     model: Callable[..., Any]
@@ -61,14 +61,15 @@ class Drawn:
         Raises:
             TypeError: the likelihood is no distribution.
         """
-        rows, (mesh, axes) = batch_of(batch, "Drawn"), row_axes(params)
+        rows, (mesh, axes) = batch_of(batch, "SampledLabels"), row_axes(params)
         filled = optree.tree_unflatten(rows.tree, rows.filled())
         with torch.no_grad(), scope(mesh) if axes else contextlib.nullcontext(), paused():
             rank = axis_index(axes) if axes else 0
             distribution = self.likelihood(self.model(params, *filled), *filled)
             if not isinstance(distribution, Distribution):
                 raise TypeError(
-                    f"Drawn: the likelihood returned {type(distribution).__name__}. Return a torch.distributions object"
+                    f"SampledLabels: the likelihood returned {type(distribution).__name__}. Return a "
+                    "torch.distributions object"
                 )
             before = RandomNumbers([x for x in batch if isinstance(x, Tensor)])
             torch.manual_seed(mixed(int_seed(self.seed), "labels", number, rank))
@@ -78,5 +79,5 @@ class Drawn:
 
 
 def called(losses: Any) -> tuple[Callable[..., Any], ...]:
-    """The functions called with each batch: both of `Drawn`, or the losses."""
-    return (losses.model, losses.likelihood) if isinstance(losses, Drawn) else (losses,)
+    """The functions called with each batch: both of `SampledLabels`, or the losses."""
+    return (losses.model, losses.likelihood) if isinstance(losses, SampledLabels) else (losses,)

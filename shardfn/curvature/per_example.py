@@ -194,9 +194,9 @@ def dp_grads(
     params: Any,
     batch: Any,
     *,
-    clip: float,
-    noise: float,
-    size: float,
+    max_grad_norm: float,
+    noise_multiplier: float,
+    expected_batch_size: float,
     seed: int,
     step: int,
     mask: Tensor | None = None,
@@ -207,19 +207,19 @@ def dp_grads(
     :math:`(\sum_i g_i \min(1, C / \lVert g_i \rVert) + \sigma C z) / B`, with z normal. Each element of each
     parameter gets one number, which depends on seed, step and its place alone, so it is the same on any mesh.
 
-    This is the arithmetic. A guarantee also needs batches sampled as the accounting assumes, as by `rate=` of
-    `sf.run.batches`; a `size` that does not depend on the sample; and a secret seed. The numbers come from a hash, not
-    from a cryptographic generator. `epsilon` says what is guaranteed.
+    This is the arithmetic. A guarantee also needs batches sampled as the accounting assumes, as by `sample_rate=` of
+    `sf.run.batches`; an `expected_batch_size` that does not depend on the sample; and a secret seed. The numbers come
+    from a hash, not from a cryptographic generator. `epsilon` says what is guaranteed.
 
     Args:
         losses: as for `per_example`.
         params: as for `per_example`.
         batch: the batch, or a tuple of what follows the parameters in a call of `losses`.
-        clip: C, above 0.
-        noise: sigma, 0 or more.
-        size: B, the expected number of examples of all ranks.
+        max_grad_norm: C, above 0.
+        noise_multiplier: sigma, 0 or more.
+        expected_batch_size: B, the expected number of examples of all ranks.
         seed: any int. It is secret, and no two gradients that are published have the same seed and step: of two with
-            other noise or clip, one could subtract it.
+            another noise_multiplier or max_grad_norm, one could subtract it.
         step: the number of the step.
         mask: bool `[rows]`: this rank's rows that count; None for all. What others hold makes no difference, and they
             take no time. A rank may have no rows that count, and so may all of them.
@@ -238,42 +238,48 @@ def dp_grads(
     tree = batch if isinstance(batch, tuple) else (batch,)
 
     def right() -> tuple[Any, ...]:
-        _refuse_settings(params, clip, noise, size)
+        _refuse_settings(params, max_grad_norm, noise_multiplier, expected_batch_size)
         int_seed(seed)
         must_take(losses, [params, *tree], "dp_grads", fix="The batch is a tuple of what follows: (x, y)")
         int_seed(step)
         return tree if mask is None else _counting(tree, mask)
 
-    settings = {"clip": clip, "noise": noise, "size": size, "step": step}
+    settings = {
+        "max_grad_norm": max_grad_norm,
+        "noise_multiplier": noise_multiplier,
+        "expected_batch_size": expected_batch_size,
+        "step": step,
+    }
     seed_checksum = digest_of(f"{seed}".encode()) % 2**24  # a message must not tell the seed, which is secret
     lines = [*(f"{key}: {value!r}" for key, value in settings.items()), f"seed: an int with checksum {seed_checksum:x}"]
     arguments, _ = checked(params, right, "dp_grads", lines, _ALIKE)
     rows = examples(losses, params, arguments, "dp_grads", micro)
-    leaves = units(rows._weighted(rows._scales(clip)))
+    leaves = units(rows._weighted(rows._scales(max_grad_norm)))
     salt = int_seed(seed), "noise", int_seed(step)
 
     def noisy(unit: Unit) -> Any:
         if not unit.trainable or unit.values is None:
             return unit.values
-        if not noise:
-            return unit.values / size
-        return (unit.values + (noise * clip * random(unit, "normal", salt)).to(unit.values.dtype)) / size
+        if not noise_multiplier:
+            return unit.values / expected_batch_size
+        noise = noise_multiplier * max_grad_norm * random(unit, "normal", salt)
+        return (unit.values + noise.to(unit.values.dtype)) / expected_batch_size
 
     return leaves.with_values(noisy(unit) for unit in leaves.each)
 
 
-def _refuse_settings(params: Any, clip: Any, noise: Any, size: Any) -> None:
-    for name, value in {"clip": clip, "size": size}.items():
+def _refuse_settings(params: Any, max_grad_norm: Any, noise_multiplier: Any, expected_batch_size: Any) -> None:
+    for name, value in {"max_grad_norm": max_grad_norm, "expected_batch_size": expected_batch_size}.items():
         if not isinstance(value, Real) or not 0 < float(value) < math.inf:
             raise ValueError(f"dp_grads: {name} must be a finite number above 0, got {value!r}")
-    if not isinstance(noise, Real) or not 0 <= float(noise) < math.inf:
-        raise ValueError(f"dp_grads: noise must be a finite number, 0 or more, got {noise!r}")
+    if not isinstance(noise_multiplier, Real) or not 0 <= float(noise_multiplier) < math.inf:
+        raise ValueError(f"dp_grads: noise_multiplier must be a finite number, 0 or more, got {noise_multiplier!r}")
     narrow = [unit for unit in units(params).each if unit.trainable and unit.values is not None]
     narrow = [unit for unit in narrow if unit.values.dtype.itemsize < 4]
     if narrow:
         raise TypeError(
             f"dp_grads: {narrow[0].name} is in {narrow[0].values.dtype}, in which sums are rounded before noise is "
-            f"added: one row could change it by more than clip. Keep parameters in float32, with gather_dtype="
+            f"added: one row could change it by more than max_grad_norm. Keep parameters in float32, with gather_dtype="
         )
 
 

@@ -41,7 +41,7 @@ def epsilon(noise: float, rate: float, steps: int, delta: float) -> float:
     return _composed_epsilon(_library("epsilon"), noise, rate, steps, delta) if steps else 0.0
 
 
-def noise_for(epsilon: float, rate: float, steps: int, delta: float) -> float:
+def noise_multiplier_for(epsilon: float, rate: float, steps: int, delta: float) -> float:
     """The least noise with which training has an epsilon of at most `epsilon`, up to 0.5 %.
 
     Args:
@@ -58,12 +58,12 @@ def noise_for(epsilon: float, rate: float, steps: int, delta: float) -> float:
         ImportError: `dp-accounting` is not installed.
 
     Example:
-        ``noise_for(epsilon=3, rate=256 / 60_000, steps=14_062, delta=1e-5)`` is 0.97
+        ``noise_multiplier_for(epsilon=3, rate=256 / 60_000, steps=14_062, delta=1e-5)`` is 0.97
     """
-    _check("noise_for", epsilon=epsilon, rate=rate, steps=steps, delta=delta)
+    _check("noise_multiplier_for", epsilon=epsilon, rate=rate, steps=steps, delta=delta)
     if not steps:
-        raise ValueError("noise_for: steps must be 1 or more, got 0, which need no noise")
-    library = _library("noise_for")
+        raise ValueError("noise_multiplier_for: steps must be 1 or more, got 0, which need no noise")
+    library = _library("noise_multiplier_for")
 
     def enough(noise: float) -> bool:
         return _composed_epsilon(library, noise, rate, steps, delta) <= epsilon
@@ -75,7 +75,9 @@ def noise_for(epsilon: float, rate: float, steps: int, delta: float) -> float:
     while enough(low) and low >= LEAST:
         low, high = low / 2, low
     if not LEAST <= low < high <= MOST:
-        raise ValueError(f"noise_for: epsilon={epsilon}: the noise for it is not between {LEAST} and {MOST:,.0f}")
+        raise ValueError(
+            f"noise_multiplier_for: epsilon={epsilon}: the noise for it is not between {LEAST} and {MOST:,.0f}"
+        )
     while high > 1.005 * low:
         middle = math.sqrt(low * high)
         low, high = (low, middle) if enough(middle) else (middle, high)

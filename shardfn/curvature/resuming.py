@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardfn.checkpoint import CheckpointError
-from shardfn.curvature.labels import Drawn, called
+from shardfn.curvature.labels import SampledLabels, called
 from shardfn.curvature.operators import each_of
 from shardfn.curvature.per_example import Losses, batch_of, checked, examples
 from shardfn.curvature.row_axes import row_place
@@ -28,7 +28,7 @@ def begun(folder: str | os.PathLike[str] | None) -> bool:
 
 
 def made_of(
-    space: Space, name: str, losses: Losses | Drawn | None = None, batches: Iterable[Any] | None = None
+    space: Space, name: str, losses: Losses | SampledLabels | None = None, batches: Iterable[Any] | None = None
 ) -> dict[str, float]:
     """Returns a fingerprint of parameters and of the first batch's losses, on any mesh.
 
@@ -43,11 +43,11 @@ def made_of(
     with draws_restored(space.local_params):
         torch.manual_seed(0)
         arguments, _ = checked(params, lambda: _first_batch(losses, params, batch), name)
-        rows = examples(losses.losses if isinstance(losses, Drawn) else losses, params, arguments, name)
+        rows = examples(losses.losses if isinstance(losses, SampledLabels) else losses, params, arguments, name)
     row_losses, squares = rows.values.double(), rows.norms.double().square()
     count = row_losses.new_tensor(float(len(row_losses)))
     local = torch.stack([count, row_losses.sum(), row_losses.abs().sum(), squares.sum()])
-    if isinstance(losses, Drawn):  # other ranks have other draws
+    if isinstance(losses, SampledLabels):  # other ranks have other draws
         rank, _ = row_place(params)
         place = local.new_tensor([-float(rank) if len(row_losses) else -math.inf])
         local *= float(largest(params, place)) == float(place)
@@ -56,9 +56,9 @@ def made_of(
     return fingerprint | totals | {"rounding": max(space.rounding, 8 * eps)}
 
 
-def _first_batch(losses: Losses | Drawn, params: Any, batch: tuple[Any, ...]) -> tuple[Any, ...]:
+def _first_batch(losses: Losses | SampledLabels, params: Any, batch: tuple[Any, ...]) -> tuple[Any, ...]:
     """Returns the first batch; for sampled labels its first row, which any mesh labels the same."""
-    if not isinstance(losses, Drawn):
+    if not isinstance(losses, SampledLabels):
         return batch
     return losses.labelled(params, batch_of(batch).having(lambda x: x[:1]), 0)
 

@@ -45,7 +45,7 @@ def top_eig(
     *,
     which: Which = "LM",
     tolerance: float = 1e-3,
-    basis: int | None = None,
+    max_basis: int | None = None,
     products: int = 1000,
     seed: int = 0,
 ) -> Eigenpairs:
@@ -59,7 +59,7 @@ def top_eig(
         which: `"LM"`: the largest in magnitude, `"LA"`: the largest, `"SA"`: the smallest, as in scipy's `eigsh`.
         tolerance: iteration ends when the basis is full and each error is at most this times the largest eigenvalue in
             magnitude; for `"LA"` and `"SA"`, times the eigenvalue itself.
-        basis: how many vectors are kept, at least `count + 2`. Default: `2 * count + 8`. Fewer take less memory and
+        max_basis: how many vectors are kept, at least `count + 2`. Default: `2 * count + 8`. Fewer take less memory and
             more products.
         products: it also ends after so many, at least `count`. Look at `errors` then.
         seed: of the first vector.
@@ -77,11 +77,11 @@ def top_eig(
         ``values = top_eig(hvp(loss, params, batches), 3).values``
     """
     must_be_operator(
-        "top_eig", A, count=count, which=which, tolerance=tolerance, basis=basis, products=products, seed=seed
+        "top_eig", A, count=count, which=which, tolerance=tolerance, max_basis=max_basis, products=products, seed=seed
     )
     check_integer("top_eig", "count", count, 1)
-    if basis is not None:
-        check_integer("top_eig", "basis", basis, count + 2)
+    if max_basis is not None:
+        check_integer("top_eig", "max_basis", max_basis, count + 2)
     if which not in get_args(Which):
         raise ValueError(f"top_eig: which must be one of {', '.join(map(repr, get_args(Which)))}, got {which!r}")
     in_range("top_eig", "tolerance", tolerance)
@@ -93,8 +93,8 @@ def top_eig(
             f"top_eig: products={products}, count={count}, of {size} eigenvalues: each product finds one at most, so "
             f"pass products={min(count, size)} at least, or a smaller count"
         )
-    max_basis = min(2 * count + 8 if basis is None else basis, size)
-    T = torch.zeros(max_basis, max_basis, dtype=torch.float64, device="cpu")
+    largest_basis = min(2 * count + 8 if max_basis is None else max_basis, size)
+    T = torch.zeros(largest_basis, largest_basis, dtype=torch.float64, device="cpu")
     following = unit(space, space.random_vector("normal", seed, 0), [])
     while True:
         j = len(vectors)
@@ -111,8 +111,8 @@ def top_eig(
         errors = (beta * weights[-1]).abs()
         # Before the basis is full, what is outermost may hardly be in it, and the bulk would seem to have converged.
         scales = values[:count].abs().clamp(min=space.rounding * largest) if which != "LM" else largest
-        converged = len(vectors) == max_basis and bool((errors[:count] <= tolerance * scales).all())
-        if converged or done == products or len(vectors) == max_basis == size:
+        converged = len(vectors) == largest_basis and bool((errors[:count] <= tolerance * scales).all())
+        if converged or done == products or len(vectors) == largest_basis == size:
             pairs = combined_(vectors, weights[:, :count])
             trees = [space.written(v) for v in pairs]
             return Eigenpairs(values[:count].clone(), trees, errors[:count].clone(), done)
@@ -121,8 +121,8 @@ def top_eig(
         else:  # the basis spans an invariant subspace: continue outside of it
             starts += 1
             following = unit(space, space.random_vector("normal", seed, starts), vectors)
-        if len(vectors) == max_basis:
-            num_kept = min(max_basis - 2, count + (max_basis - count) // 2)
+        if len(vectors) == largest_basis:
+            num_kept = min(largest_basis - 2, count + (largest_basis - count) // 2)
             vectors = combined_(vectors, weights[:, :num_kept])
             T.zero_()
             T.diagonal()[:num_kept] = values[:num_kept]
@@ -185,13 +185,13 @@ class Spectrum:
 def spectrum(
     A: Operator,
     steps: int = 50,
-    draws: int = 1,
+    num_probes: int = 1,
     *,
     seed: int = 0,
     folder: str | os.PathLike[str] | None = None,
     every: int = 10,
 ) -> Spectrum:
-    """The density of an operator's eigenvalues, by stochastic Lanczos quadrature: `steps * draws` products.
+    """The density of an operator's eigenvalues, by stochastic Lanczos quadrature: `steps * num_probes` products.
 
     It keeps two vectors besides a product's own. Vectors are not made orthogonal to all earlier ones: a converged
     eigenvalue may appear several times, with parts of its weight.
@@ -199,7 +199,7 @@ def spectrum(
     Args:
         A: the operator.
         steps: Lanczos steps of each draw: the density is exact for polynomials of degrees below twice as many.
-        draws: random first vectors.
+        num_probes: random first vectors.
         seed: of the first vectors.
         folder: a checkpoint of its own for this call. If the same call is made again it goes on from there, also on
             another mesh, after one product that shows that the operator is the same.
@@ -218,17 +218,17 @@ def spectrum(
         (2021).
 
     Example:
-        ``density = spectrum(H, 80, draws=4, folder="runs/1/spectrum").density(torch.linspace(-1, 20, 500), 0.05)``
+        ``density = spectrum(H, 80, num_probes=4, folder="runs/1/spectrum").density(torch.linspace(-1, 20, 500), 0.05)``
     """
     must_be_operator("spectrum", A)
     space, exists = A.space, begun(folder)
     name = None if folder is None else str(folder)
-    space.agree("spectrum", steps=steps, draws=draws, seed=seed, folder=name, every=every, exists=exists)
-    for key, value in {"steps": steps, "draws": draws, "every": every}.items():
+    space.agree("spectrum", steps=steps, num_probes=num_probes, seed=seed, folder=name, every=every, exists=exists)
+    for key, value in {"steps": steps, "num_probes": num_probes, "every": every}.items():
         check_integer("spectrum", key, value, 1)
     size = space.size()
     steps = min(steps, size)
-    settings = {"steps": steps, "draws": draws, "seed": int_seed(seed), "size": size}
+    settings = {"steps": steps, "num_probes": num_probes, "seed": int_seed(seed), "size": size}
     state = _begun(space, settings) | ({} if folder is None else {"of": made_of(space, "spectrum")})
     if exists:
         assert folder is not None, "it exists"
@@ -247,9 +247,9 @@ def spectrum(
                 f"spectrum: {folder} is of another operator, whose first number is {stored_alpha:.6g} and not "
                 f"{alpha:.6g}: other batches or loss. Pass another folder"
             )
-    while state["draw"] < draws:
+    while state["draw"] < num_probes:
         _step(A, state)
-        if folder is not None and (state["draw"] == draws or (state["done"] % every) == 0):
+        if folder is not None and (state["draw"] == num_probes or (state["done"] % every) == 0):
             checkpoint.save(folder, state, overwrite=True)
     pairs = [_quadrature(a, b) for a, b in zip(state["alphas"], state["betas"], strict=True)]
     values, weights = zip(*pairs, strict=True)
@@ -258,7 +258,7 @@ def spectrum(
 
 def _begun(space: Space, settings: dict[str, int]) -> dict[str, Any]:
     """Returns the state before the first product."""
-    shape = settings["draws"], settings["steps"]
+    shape = settings["num_probes"], settings["steps"]
     numbers = {name: torch.zeros(shape, dtype=torch.float64, device="cpu") for name in ("alphas", "betas")}
     v, before = space.random_vector("normal", settings["seed"], 0), space.zeros()
     scale_(v, 1 / space.norm(v))
@@ -312,14 +312,14 @@ class Estimate(NamedTuple):
     error: float
 
 
-def trace(A: Operator, products: int = 30, *, sketch: int | None = None, seed: int = 0) -> Estimate:
+def trace(A: Operator, num_matvecs: int = 30, *, sketch: int | None = None, seed: int = 0) -> Estimate:
     """The trace: exact on a space that a sketch finds, and estimated by Hutchinson's method outside of it.
 
     The estimate has no bias, and its error falls as 1 / products rather than as its root.
 
     Args:
         A: the operator.
-        products: how many.
+        num_matvecs: how many products.
         sketch: how many vectors are kept; the sketch takes twice as many products, and what is left draws. Default: a
             third of the products, which is Hutch++. 0 keeps none: Hutchinson's method.
         seed: of the random vectors.
@@ -334,17 +334,17 @@ def trace(A: Operator, products: int = 30, *, sketch: int | None = None, seed: i
     Sources: Meyer, Musco, Musco and Woodruff, Hutch++: optimal stochastic trace estimation (2021); Hutchinson (1990).
 
     Example:
-        ``value, error = trace(H, products=60)``
+        ``value, error = trace(H, num_matvecs=60)``
     """
-    must_be_operator("trace", A, products=products, sketch=sketch, seed=seed)
-    check_integer("trace", "products", products, 1)
+    must_be_operator("trace", A, num_matvecs=num_matvecs, sketch=sketch, seed=seed)
+    check_integer("trace", "num_matvecs", num_matvecs, 1)
     if sketch is not None:
         check_integer("trace", "sketch", sketch, 0)
-    sketch_size, seed = products // 3 if sketch is None else sketch, int_seed(seed)
-    draws = products - 2 * sketch_size
+    sketch_size, seed = num_matvecs // 3 if sketch is None else sketch, int_seed(seed)
+    draws = num_matvecs - 2 * sketch_size
     if draws < 1:
         raise ValueError(
-            f"trace: products={products}, sketch={sketch_size}: the sketch takes {2 * sketch_size} products, and "
+            f"trace: num_matvecs={num_matvecs}, sketch={sketch_size}: the sketch takes {2 * sketch_size} products, and "
             f"one at least must be left"
         )
     space, basis = A.space, list[Vector]()

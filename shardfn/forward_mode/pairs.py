@@ -41,7 +41,7 @@ def scheduled(signature: Signature, leaves: Sequence[Any]) -> bool:
     """
     options = signature.options
     rounding: list[Any] = [options, *(layout.placement for layout in signature.layouts)]
-    if any(source.gather or source.reduce for source in rounding) or signature.packed or signature.wholes:
+    if any(source.gather_format or source.reduce_format for source in rounding) or signature.packed or signature.wholes:
         return False
     if dispatch.in_graph() or functorch.inside_transform() or isinstance(options.remat, Offload):
         return False

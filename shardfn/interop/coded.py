@@ -79,8 +79,8 @@ def quantized_formats(values: Mapping[str, Any]) -> dict[str, Format]:
     few = {name: x for name, x in values.items() if isinstance(x, Computed) and x.rounded}
     if several := [name for name, x in few.items() if not isinstance(x, DecodedOnDemand)]:
         raise CheckpointError(
-            f"as_stored: {listed(several, 4)} must each be one quantized tensor in the files, got several or one "
-            f"that is transposed. Leave as_stored out; then each quant.Packed in model.tree stays quantized"
+            f"keep_quantized: {listed(several, 4)} must each be one quantized tensor in the files, got several or one "
+            f"that is transposed. Leave keep_quantized out; then each quant.Packed in model.tree stays quantized"
         )
     return {name: x.format for name, x in few.items() if isinstance(x, DecodedOnDemand)}
 
@@ -97,7 +97,7 @@ def refuse_twice(values: Mapping[str, Any], formats: Mapping[str, Format]) -> No
             wrong += [f"{name} is {stored_as} there, and {format} in model.tree"] if stored_as != format else []
     if wrong:
         raise CheckpointError(
-            f"{listed(wrong, 4)}: rounding twice would lose more. Keep the files' format by as_stored=True, or "
+            f"{listed(wrong, 4)}: rounding twice would lose more. Keep the files' format by keep_quantized=True, or "
             f"leave the parameters in model.tree in full precision to decode the files"
         )
 

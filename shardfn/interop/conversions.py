@@ -286,6 +286,6 @@ def _library() -> Any:
         raise ImportError(
             f"interop knows how transformers 5 names and converts the tensors of its files, and transformers "
             f"{transformers.__version__} does it in another way ({error}): install 'transformers>=5', or use "
-            f"checkpoint.import_ and checkpoint.export with names= of your own"
+            f"checkpoint.import_hf and checkpoint.export_hf with names= of your own"
         ) from error
     return SimpleNamespace(**parts)

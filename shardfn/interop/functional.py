@@ -22,10 +22,10 @@ from shardfn.interop.in_place import (
     along_tensor,
     arguments,
     loose_in_place,
-    loose_parameters,
     replaced,
     unasked,
     uncached,
+    unstaged_parameters,
 )
 from shardfn.interop.module_state import Attributes, undone
 from shardfn.interop.partition import Anatomy, Boundaries, taken_apart
@@ -66,9 +66,9 @@ def functional(
     stages: Boundaries | None = None,
     *,
     min_num_params: int | None = None,
-    loose: Which = (),
-    mutable: Which = (),
-    small: int = SMALL,
+    unstaged: Which = (),
+    mutable_buffers: Which = (),
+    min_stage_params: int = SMALL,
     sync_batch_norm: AxisName | None = None,
     tensor: Table | Literal["auto"] | None = None,
     tensor_axis: str = "tensor",
@@ -89,11 +89,11 @@ def functional(
             Default: `_no_split_modules` of all models inside; if there are none, the items of each `ModuleList` and
             `Sequential`. Of the rest the largest modules become stages too.
         min_num_params: instead of `stages`: the smallest modules that hold as many parameters.
-        loose: which parameters belong to no single stage, by patterns for their paths: they are gathered at the start
-            of a call, and kept. For those that a module reads from another, as `F.linear(x, self.embed.weight)`, this
-            saves a further gather of the whole stage.
-        mutable: which buffers the module changes in forward, by patterns; those of batch norms are known.
-        small: modules with fewer parameters than this are loose, unless they were chosen.
+        unstaged: which parameters belong to no single stage, by patterns for their paths: they are gathered at the
+            start of a call, and kept. For those that a module reads from another, as `F.linear(x, self.embed.weight)`,
+            this saves a further gather of the whole stage.
+        mutable_buffers: which buffers the module changes in forward, by patterns; those of batch norms are known.
+        min_stage_params: modules with fewer parameters than this are no stages, unless they were chosen.
         sync_batch_norm: the axes over which a batch is sharded: batch norms use the statistics of all of it.
         tensor: how tensor parallelism cuts layers: a table of ends of module paths -> words, such as `interop.LLAMA`
             and `interop.GPT2`; or "auto", the table that the model's classes ship.
@@ -128,15 +128,17 @@ def functional(
         raise TypeError(
             f"functional: sync_batch_norm must be one or several names of mesh axes, got {sync_batch_norm!r}"
         )
-    rules = chosen(loose, "loose"), chosen(mutable, "mutable")
-    stage(loose_parameters, **stage_options)  # raises for wrong options before the module is changed
+    rules = chosen(unstaged, "unstaged"), chosen(mutable_buffers, "mutable_buffers")
+    stage(unstaged_parameters, **stage_options)  # raises for wrong options before the module is changed
     if isinstance(module, nn.Module):
         _changing(module, dict(module.named_buffers(remove_duplicate=False)), rules[1])
         if of_transformers(module):
             register_batches()
     plan = None if tensor is None else planned(module, tensor, tensor_axis)
     refuse = (lambda chosen: None) if plan is None else plan.refuse_outside
-    anatomy = taken_apart(module, stages, min_num_params, small, rules[0], stage_options.get("gather_dtype"), refuse)
+    anatomy = taken_apart(
+        module, stages, min_num_params, min_stage_params, rules[0], stage_options.get("gather_dtype"), refuse
+    )
     return Functional(module, anatomy, rules[1], sync_batch_norm, plan, compile, stage_options)
 
 
@@ -156,7 +158,8 @@ def expect_functional(where: str, model: Any) -> None:
 
 
 _STAGE_OPTIONS = {
-    "remat", "reshard", "prefetch", "gather_dtype", "reduce_dtype", "gather", "reduce", "input_dtype", "output_dtype",
+    "remat", "reshard", "prefetch", "gather_dtype", "reduce_dtype", "gather_format", "reduce_format", "input_dtype",
+    "output_dtype",
 }  # fmt: skip
 
 
@@ -235,7 +238,7 @@ class Functional:
         self._region = self._region_of("", set(module.modules()) - inside)
         self._fresh, self._unasked = uncached(module), unasked(module)
         revealing = {name: options[name] for name in ("gather_dtype", "reduce_dtype") if name in options}
-        self._reveal = stage(loose_parameters, **revealing)
+        self._reveal = stage(unstaged_parameters, **revealing)
 
     def _loose_forwards(
         self, inside: Container[nn.Module], input_dtype: torch.dtype | None, output_dtype: torch.dtype | None
@@ -283,7 +286,7 @@ class Functional:
 
         Raises:
             ValueError: the parameters differ from those of `tree`; or buffers would change and were not passed.
-            RuntimeError: a parameter, or a buffer that is not `mutable`, is written to.
+            RuntimeError: a parameter, or a buffer that is not in `mutable_buffers`, is written to.
             TypeError: a cache of keys and values is used while gradients are recorded.
         """
         dynamo.refuse_compiling(f"a call of {type(self.module).__name__}")
@@ -603,7 +606,7 @@ def _changing(module: nn.Module, buffers: Mapping[str, Tensor], mutable: Chosen)
     """
     if unused := mutable.unused(buffers):
         raise ValueError(
-            f"functional: mutable: nothing matches {listed(map(repr, sorted(unused)))}; buffers are "
+            f"functional: mutable_buffers: nothing matches {listed(map(repr, sorted(unused)))}; buffers are "
             f"{_some(list(buffers))}"
         )
     result: dict[str, nn.Module | None] = {name: None for name, b in buffers.items() if mutable(name, b.shape)}

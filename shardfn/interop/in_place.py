@@ -44,8 +44,8 @@ def arguments(params: Any, part: ModulePart, adapters: Mapping[str, Any]) -> tup
     return (*parameters, adapters[part.path]) if part.path in adapters else parameters
 
 
-def loose_parameters(own: Mapping[str, Tensor], shared: Mapping[str, Tensor], *adapters: Any) -> tuple[Any, ...]:
-    """The function of the stage that gathers loose parameters; messages show its name."""
+def unstaged_parameters(own: Mapping[str, Tensor], shared: Mapping[str, Tensor], *adapters: Any) -> tuple[Any, ...]:
+    """The function of the stage that gathers unstaged parameters; messages show its name."""
     copied = {name: x.clone() for name, x in (*own.items(), *shared.items())}
     return copied, *(optree.tree_map(torch.clone, part) for part in adapters)
 
@@ -119,7 +119,7 @@ def buffers_in_place(
             ):
                 raise RuntimeError(
                     f"{part.path or 'the module'} writes into its buffer {key}, which would be lost: pass "
-                    f"mutable=[{key!r}] to functional, and take the buffers back from each call"
+                    f"mutable_buffers=[{key!r}] to functional, and take the buffers back from each call"
                 )
 
 

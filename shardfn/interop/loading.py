@@ -42,7 +42,7 @@ from shardfn.shards.sharding import Rules, Specs, agreed
 from shardfn.tiers import copying
 from shardfn.tracebacks import api_boundary
 
-_SOURCE = ("the sources", "source= is the one rank that has the files, and the same number on every rank")
+_SOURCE = ("the sources", "src_rank= is the one rank that has the files, and the same number on every rank")
 _SEED = ("the seeds", "seed= is the same number on every rank: parameters that begin with random numbers are cut")
 _FEW = ("the parameters that model.tree has in few bits", "Every rank quantises the same ones, in the same format")
 STEP = 2**23  # bytes that are read or sent at a time
@@ -57,8 +57,8 @@ def load(
     mesh: DeviceMesh,
     strategy: Strategy,
     *,
-    source: int | None = None,
-    as_stored: bool = False,
+    src_rank: int | None = None,
+    keep_quantized: bool = False,
     frozen: Which | None = None,
     specs: Specs | None = None,
     strict: bool = True,
@@ -75,7 +75,7 @@ def load(
 
     Parameters of which `model.tree` has a `quant.Packed` are encoded as they are read, one at a time. Parameters that
     files have in 4 bits of bitsandbytes are decoded, one at a time; or kept bit for bit, if `model.tree` has a `Packed`
-    of this format, or with `as_stored=True`.
+    of this format, or with `keep_quantized=True`.
 
     A model of `transformers` gets the folder's `generation_config`, apart from settings that were changed on it before.
     Buffers that belong to the `state_dict`, such as the running statistics of batch norms, are written into
@@ -84,13 +84,13 @@ def load(
     Args:
         folder: the path of a folder with `model.safetensors`, `pytorch_model.bin` or an index of several such files; of
             an index; or of one file, also one of `torch.save`. Or a module, a `Functional`, or a mapping with the names
-            of the module's `state_dict`. Without `source` it must be the same on all ranks, which is checked.
+            of the module's `state_dict`. Without `src_rank` it must be the same on all ranks, which is checked.
         model: a `Functional`, whose module may have been built inside `meta`.
         mesh: as for `shardfn.shard`.
         strategy: as for `shardfn.shard`.
-        source: a global rank, which alone reads `folder` and sends the values to the others, 8 MB at a time: no rank
-            holds more than its shards and these, apart from what the source has anyway.
-        as_stored: whether parameters that are quantized in the files stay in them, whatever `model.tree` has: they
+        src_rank: a global rank, which alone reads `folder` and sends the values to the others, 8 MB at a time: no rank
+            holds more than its shards and these, apart from what that rank has anyway.
+        keep_quantized: whether parameters that are quantized in the files stay in them, whatever `model.tree` has: they
             become `quant.Packed`, and are not trained.
         frozen: as for `shardfn.shard`; default: `model.frozen`.
         specs: as for `shardfn.shard`; default: `model.specs`.
@@ -118,19 +118,20 @@ def load(
     grid, rank = grid_of(mesh), process_groups.global_rank()
     frozen, specs = model.frozen if frozen is None else frozen, model.specs if specs is None else specs
     rules = Rules(mesh, strategy, None, frozen, specs, "global", filled=False)
-    _check(model, source, as_stored, seed, mesh, sorted(grid.ranks))
+    _check(model, src_rank, keep_quantized, seed, mesh, sorted(grid.ranks))
     group, task = team_of([grid]), f"load {folder if in_files(folder) else 'parameters'}"
-    reads = source is None or source == rank
-    share = (group.rank, group.size) if source is None else (0, 1)
+    reads = src_rank is None or src_rank == rank
+    share = (group.rank, group.size) if src_rank is None else (0, 1)
     with torch.no_grad():
         plan = group.run_on_each(
-            task, lambda: _planned(folder, model, as_stored, strict, patterns(ignore), seed, share) if reads else None
+            task,
+            lambda: _planned(folder, model, keep_quantized, strict, patterns(ignore), seed, share) if reads else None,
         )
         note = _shared_note(plan, group, task)
         tree = _with_packed(model.tree, note.packed)
         params = agreed(rules, "load", lambda: rules.map_stages(tree, rules.cut))
-        if source is not None:
-            _send(params, model, note, _Sender(plan, mesh, source, group, task))
+        if src_rank is not None:
+            _send(params, model, note, _Sender(plan, mesh, src_rank, group, task))
         elif plan is not None:
             group.run_on_each(task, functools.partial(_read, params, model, plan))
     if note.used is not None:
@@ -140,18 +141,20 @@ def load(
     return params
 
 
-def _check(model: Functional, source: Any, as_stored: Any, seed: Any, mesh: DeviceMesh, ranks: list[int]) -> None:
+def _check(
+    model: Functional, src_rank: Any, keep_quantized: Any, seed: Any, mesh: DeviceMesh, ranks: list[int]
+) -> None:
     """Raises ValueError or TypeError on all ranks if an argument is wrong on one, or differs between ranks."""
     if not hasattr(model, "tree"):
         raise ValueError("load: model.tree says which parameters there are, and was deleted: load before that")
     with failing_together([mesh], "load"):
-        if source is not None and (type(source) is not int or source not in ranks):
-            raise ValueError(f"load: source={source!r} is not a rank of the mesh, whose ranks are {ranks}")
-        if type(as_stored) is not bool:
-            raise TypeError(f"load: as_stored must be True or False, got {as_stored!r}")
+        if src_rank is not None and (type(src_rank) is not int or src_rank not in ranks):
+            raise ValueError(f"load: src_rank={src_rank!r} is not a rank of the mesh, whose ranks are {ranks}")
+        if type(keep_quantized) is not bool:
+            raise TypeError(f"load: keep_quantized must be True or False, got {keep_quantized!r}")
         if type(seed) is not int:
             raise TypeError(f"load: seed must be an int, got {seed!r}")
-    agree([f"source={source}"], mesh, "load", subject=_SOURCE)
+    agree([f"src_rank={src_rank}"], mesh, "load", subject=_SOURCE)
     agree([f"seed={seed}"], mesh, "load", subject=_SEED)
     few = [f"{name} in {x.meant}" for name, x in leaves_by_path(model.tree, is_packed).items() if is_packed(x)]
     agree(few or ["nothing"], mesh, "load", subject=_FEW)
@@ -165,7 +168,7 @@ def _shared_note(plan: _LoadPlan | None, group: RankGroup, task: str) -> _Note:
     """
     notes = [note for note in group.gathered(None if plan is None else plan.note, task) if note is not None]
     if any(note != notes[0] for note in notes):
-        raise CheckpointError(f"{task}: the files differ between ranks. Pass source=0 to load those of one rank")
+        raise CheckpointError(f"{task}: the files differ between ranks. Pass src_rank=0 to load those of one rank")
     if notes[0].said and group.rank == 0:
         _log.warning("%s, not strict: %s", task, notes[0].said)
     return notes[0]
@@ -213,7 +216,7 @@ class _LoadPlan(NamedTuple):
 def _planned(
     folder: Any,
     model: Functional,
-    as_stored: bool,
+    keep_quantized: bool,
     strict: bool,
     ignore: list[re.Pattern[str]],
     seed: int,
@@ -241,7 +244,7 @@ def _planned(
     grown = [] if strict else _vocabularies(model, differences, values, expected)
     empty = [name for name, b in model.buffers.items() if b.is_meta and names[name] not in values]
     new = [name for name in differences.missing if expected[name].is_meta and name not in empty]
-    stored_formats = coded.quantized_formats(values) if as_stored else {}
+    stored_formats = coded.quantized_formats(values) if keep_quantized else {}
     expected |= leaves_by_path(_with_packed(model.tree, stored_formats), is_packed)
     packed = {name: x for name, x in expected.items() if isinstance(x, Packed)}
     fatal = Differences(shapes=differences.shapes, kinds=differences.kinds)

@@ -73,7 +73,7 @@ def taken_apart(
     refuse_shared_memory(module, named)
     canonical = canonical_names(module)
     if unused := loose.unused([*[name for name, _ in named], *canonical.values()]):
-        raise ValueError(f"functional: loose: nothing matches {listed(map(repr, sorted(unused)))}")
+        raise ValueError(f"functional: unstaged: nothing matches {listed(map(repr, sorted(unused)))}")
 
     def is_loose(name: str) -> bool:
         return loose(name, ()) or loose(canonical[name], ())
@@ -314,6 +314,6 @@ def _named(
             path, m = next((path, m) for path, m in modules if matches(item, path, m))
             raise ValueError(
                 f"functional: stages: {item!r} must match layers, got {path or 'the whole module'} "
-                f"({type(m).__name__}): a stage is a module inside, with parameters that are not loose and a forward"
+                f"({type(m).__name__}): a stage is a module inside, with parameters that are not unstaged and a forward"
             )
     return lambda path, m: any(matches(item, path, m) for item in choices)

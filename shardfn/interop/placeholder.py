@@ -122,8 +122,8 @@ class Placeholder(nn.Parameter):
         hook = " (a hook of torch.nn.utils? torch.nn.utils.parametrizations has none)" if normed else ""
         raise RuntimeError(
             f"{self.path} is read outside of {where}, by {operation}{hook}: its values are in the params of "
-            f"the call, not in the module. Add it to loose=[{self.path!r}], or make a module with all its readers one "
-            f"stage"
+            f"the call, not in the module. Add it to unstaged=[{self.path!r}], or make a module with all its readers "
+            f"one stage"
         )
 
     def _settled(self, func: Any) -> str:

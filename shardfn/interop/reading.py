@@ -86,7 +86,7 @@ def tensors_of(source: Any, share: tuple[int, int] = (0, 1)) -> Tensors:
     if not isinstance(source, Mapping):
         raise TypeError(
             f"parameters are loaded from the path of a folder or file, a module, or a mapping of names to tensors, not "
-            f"from {source!r}" + (": source= names the rank that passes it" if source is None else "")
+            f"from {source!r}" + (": src_rank= names the rank that passes it" if source is None else "")
         )
     return Tensors(_checked(dict(_flat(source))), {}, lambda: None)
 

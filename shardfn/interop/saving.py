@@ -19,7 +19,7 @@ from shardfn.checkpoint.contents import TensorType, contents
 from shardfn.checkpoint.disk import sync
 from shardfn.checkpoint.huggingface import STEP, refuse_different, refuse_options, turns
 from shardfn.checkpoint.safetensors import DIFFUSERS, OURS, Elements, FileLayout, begin, clear, fill, planned, publish
-from shardfn.checkpoint.saving import finish
+from shardfn.checkpoint.saving import wait_for_saves
 from shardfn.checkpoint.team import CheckpointError, on_each_rank, team_of
 from shardfn.checkpoint.tensor_bytes import pieces
 from shardfn.interop import coded, conversions
@@ -64,9 +64,9 @@ def save_pretrained(
     Quantized parameters are written as by bitsandbytes, and noted in the configuration; `dtype` decodes them.
 
     In addition to its shards a rank needs memory for one stage and 32 MB. An earlier model in the folder stays until
-    all of the new one is on disk, as with `checkpoint.export`, and files of other names stay. If the process dies while
-    one replaces the other, `from_pretrained` finds no model, rather than the tensors of one with the configuration of
-    another: a configuration that changes is moved away first, and the new one is put in place last.
+    all of the new one is on disk, as with `checkpoint.export_hf`, and files of other names stay. If the process dies
+    while one replaces the other, `from_pretrained` finds no model, rather than the tensors of one with the
+    configuration of another: a configuration that changes is moved away first, and the new one is put in place last.
 
     Args:
         folder: which all ranks see, and which is created if necessary.
@@ -88,7 +88,7 @@ def save_pretrained(
     Example:
         ``save_pretrained("out", model, params, tokenizer=tokenizer)``
     """
-    finish()
+    wait_for_saves()
 
     def started() -> tuple[Path, _Given]:
         expect_functional("save_pretrained", model)

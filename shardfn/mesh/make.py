@@ -88,7 +88,7 @@ def make_mesh(
     if planned() and device != planned():
         raise ValueError(
             f"make_mesh: device={device!r}, while this process plans for {planned()!r}: leave device= out, or pass the "
-            f"name of what `with planning(...) as device` gives"
+            f"name of what `with plan_mode(...) as device` gives"
         )
     if device == "cuda" and not torch.cuda.is_available():
         raise RuntimeError(
@@ -104,7 +104,7 @@ def make_mesh(
     if world % product or (-1 not in sizes.values() and product != world):
         multiple, fix = ("a multiple of ", "") if -1 in sizes.values() else ("", ", or let one axis be -1")
         start = (
-            f"plan with planning(ranks={product})"
+            f"plan with plan_mode(ranks={product})"
             if planned()
             else f"start it with torchrun --nproc-per-node {product}"
         )

@@ -19,15 +19,15 @@ from shardfn.quoting import advised
 
 Schedule = Callable[[Any], Any]
 # Lower bound, upper bound, and whether each bound is included, as interval brackets.
-NOT_NEGATIVE = "lr", "eps", "weight_decay", "least", "peak", "end", "tolerance"
-POSITIVE = "gamma", "ridge", "exponent", "damping", "initial", "clip", "limit", "scale", "rate"
+NOT_NEGATIVE = "lr", "eps", "weight_decay", "least", "min_trust_ratio", "peak", "end", "tolerance"
+POSITIVE = "gamma", "ridge", "exponent", "damping", "initial", "clip", "max_trust_ratio", "limit", "scale", "rate"
 RANGES: dict[str, tuple[float, float, str]] = {
     **dict.fromkeys(NOT_NEGATIVE, (0, math.inf, "[)")),
     **dict.fromkeys(POSITIVE, (0, math.inf, "()")),
     **dict.fromkeys(("b1", "b2"), (0, 1, "[)")),
     "momentum": (0, 1, "[]"),
-    "growth": (1, math.inf, "[)"),
-    "backoff": (0, 1, "(]"),
+    "growth_factor": (1, math.inf, "[)"),
+    "backoff_factor": (0, 1, "(]"),
 }
 _CALLS = "state = optimizer.init(params), and params, state = optimizer.step(params, grads, state)"
 _OTHER = "write shardfn.optim.from_torch(torch.optim.AdamW, lr=1e-3, ...), which takes what that class takes"
@@ -221,15 +221,15 @@ def warmup_cosine(peak: float, *, warmup: int, steps: int, end: float = 0.0) -> 
     return rate
 
 
-def linear(peak: float, *, warmup: int, steps: int, end: float = 0.0) -> Schedule:
+def warmup_linear(peak: float, *, warmup: int, steps: int, end: float = 0.0) -> Schedule:
     """A schedule: linear from 0 to `peak` over `warmup` steps, then linear down to `end` at step `steps`.
 
-    Also called `warmup_linear`. Arguments, result and errors are those of `warmup_cosine`.
+    Arguments, result and errors are those of `warmup_cosine`.
 
     Example:
         ``adamw(warmup_linear(3e-4, warmup=100, steps=10_000, end=3e-5))``
     """
-    _check_schedule("linear", peak, end, {"warmup": warmup, "steps": steps})
+    _check_schedule("warmup_linear", peak, end, {"warmup": warmup, "steps": steps})
     return wsd(peak, warmup=warmup, decay=steps - warmup, steps=steps, end=end)
 
 

@@ -44,7 +44,7 @@ from shardfn.transforms.fitting import program_ranks
 
 
 class Moments(Protocol):
-    """The result of `curvature.grams(outputs=True)`, as a protocol."""
+    """The result of `curvature.second_moments(outputs=True)`, as a protocol."""
 
     @property
     def inputs(self) -> Mapping[str, Any]:
@@ -79,7 +79,7 @@ def _agreed(moments: Any, state: Any, numbers: dict[str, Any]) -> tuple[Any, dic
     """
     if not isinstance(state, dict) or "chosen" not in state or not hasattr(moments, "tokens"):
         raise TypeError(
-            f"kfac: estimate(moments, state) takes what curvature.grams returns, and then the state of this "
+            f"kfac: estimate(moments, state) takes what curvature.second_moments returns, and then the state of this "
             f"optimizer, in a chain the last one: these are {kind(moments)} and {kind(state)}"
         )
     hparams = numbers | state["chosen"]["numbers"]
@@ -94,8 +94,8 @@ class Kfac(Optimizer):
 
     Attributes:
         estimate: `(moments, state) -> state`, before the first step and every few steps after it, with
-            `curvature.grams(losses, params, batches, outputs=True)`. `state` is that of this optimizer: inside of
-            `chain`, the last.
+            `curvature.second_moments(losses, params, batches, outputs=True)`. `state` is that of this optimizer: inside
+            of `chain`, the last.
     """
 
     estimate: Callable[[Moments, Any], Any]
@@ -112,7 +112,7 @@ def kfac(
     every: int = 10,
     weight_decay: float | Rule = 0.0,
     which: Which = lambda path, shape: len(shape) > 1,
-    otherwise: Optimizer | None = None,
+    fallback: Optimizer | None = None,
     donate: bool = True,
 ) -> Kfac:
     r"""K-FAC, to which you pass second moments; overwrites parameters and state unless `donate=False`.
@@ -123,10 +123,10 @@ def kfac(
     I)^{-1}`, where :math:`\pi^2` is the mean eigenvalue of :math:`\hat L` over that of :math:`\hat R`, and hats divide
     by :math:`1 - \beta_2^k` after k estimates. :math:`m \leftarrow \mu m + \nu d`, with :math:`\nu = \min(1, \sqrt{c /
     \eta^2 \sum g^\top d})`, a sum over all these matrices; :math:`p \leftarrow (1 - \eta \lambda_w) p - \eta m`. A
-    tensor of more dimensions is a matrix of its first and all others. All other parameters are updated by `otherwise`.
+    tensor of more dimensions is a matrix of its first and all others. All other parameters are updated by `fallback`.
 
     The gradient is that of the mean loss of rows. The labels of the batch give the *empirical* Fisher matrix, and
-    `curvature.Drawn` those of the model.
+    `curvature.SampledLabels` those of the model.
 
     State: one number a parameter, and for a matrix `[m, n]` :math:`2 (m^2 + n^2)`, in float32 or wider, on the rank
     that works on it.
@@ -140,7 +140,7 @@ def kfac(
         every: steps from one computation of inverses to the next; the first step computes them.
         weight_decay: :math:`\lambda_w`, 0 or more, or a rule `(path, shape) -> number`.
         which: the matrices, as for `masked`; by default all parameters of two or more dimensions.
-        otherwise: for all other parameters; None for ``adamw(1e-3)``.
+        fallback: for all other parameters; None for ``adamw(1e-3)``.
         donate: as for `shampoo`.
 
     Returns:
@@ -155,7 +155,8 @@ def kfac(
         Kronecker-factored approximations (2017), section 5; for tokens and convolutions, as `curvature.ekfac`.
 
     Example:
-        ``state = optimizer.estimate(sc.grams(losses, params, [batch], outputs=True), state)``, then as any optimizer
+        ``state = optimizer.estimate(sc.second_moments(losses, params, [batch], outputs=True), state)``, then
+        as any optimizer
     """
     numbers = {"lr": lr, "momentum": momentum, "b2": b2, "damping": damping, "weight_decay": weight_decay}
     numbers |= {} if clip is None else {"clip": clip}
@@ -196,8 +197,8 @@ def kfac(
         refuse_derivative("kfac", count, params, grads, state)
         if not state["estimates"]:
             raise RuntimeError(
-                "kfac: there are no factors before the first estimate: state = optimizer.estimate(curvature.grams("
-                "losses, params, [batch], outputs=True), state)"
+                "kfac: there are no factors before the first estimate: state = "
+                "optimizer.estimate(curvature.second_moments(losses, params, [batch], outputs=True), state)"
             )
         momenta, values = leaves.values_in(state["momentum"]), [unit.values for unit in leaves.each]
         gradients = {i: g for i, (unit, g) in enumerate(pairs(leaves, grads)) if unit.trainable}
@@ -218,8 +219,8 @@ def kfac(
         new = params if donate else leaves.with_values(values)
         return new, state | {"step": count, "momentum": leaves.with_values(momenta), "blocks": block_states}
 
-    fallback = adamw(1e-3, donate=donate) if otherwise is None else otherwise
-    combined = split("kfac", Optimizer(init, on_whole(step)), which, fallback)
+    rest = adamw(1e-3, donate=donate) if fallback is None else fallback
+    combined = split("kfac", Optimizer(init, on_whole(step)), which, rest)
     return Kfac(combined.init, combined.step, estimate)
 
 
@@ -243,10 +244,10 @@ def _pairs_with_state(moments: Moments, blocks: Mapping[str, Any]) -> list[tuple
     if missing := [name for name in blocks if name not in moments.kinds]:
         raise ValueError(
             f"kfac: these moments have no factors of {listed(missing)}, which no product of this batch uses, or which "
-            f"is also used in another way: choose other matrices by which=; the rest is updated by otherwise="
+            f"is also used in another way: choose other matrices by which=; the rest is updated by fallback="
         )
     if not moments.outputs and blocks:
-        raise ValueError("kfac: these moments are of inputs alone: pass outputs=True to curvature.grams")
+        raise ValueError("kfac: these moments are of inputs alone: pass outputs=True to curvature.second_moments")
     matches = []
     for name, block in blocks.items():
         for i, side in enumerate(_sides(moments, name)):

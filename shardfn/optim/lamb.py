@@ -25,8 +25,8 @@ def lamb(
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-6,
-    least: float = 0.0,
-    clip: float | None = None,
+    min_trust_ratio: float = 0.0,
+    max_trust_ratio: float | None = None,
     weight_decay: float | Rule = 0.0,
     donate: bool = True,
 ) -> Optimizer:
@@ -43,8 +43,8 @@ def lamb(
         b1: :math:`\beta_1`, from 0 to below 1: decay of the mean of gradients.
         b2: :math:`\beta_2`, from 0 to below 1: decay of the mean of squared gradients.
         eps: :math:`\epsilon`, 0 or more.
-        least: lower bound of the quotient, 0 or more; DeepSpeed has 0.01.
-        clip: upper bound of the quotient, at least `least`; None for no bound. DeepSpeed has 10.
+        min_trust_ratio: lower bound of the quotient, 0 or more; DeepSpeed has 0.01.
+        max_trust_ratio: upper bound of the quotient, at least `min_trust_ratio`; None for no bound. DeepSpeed has 10.
         weight_decay: :math:`\lambda`, 0 or more, or a rule `(path, shape) -> number`.
         donate: as for `sgd`.
 
@@ -59,11 +59,21 @@ def lamb(
     Example:
         ``lamb(warmup_cosine(2e-3, warmup=500, steps=10_000), weight_decay=0.01)``
     """
-    numbers = {"lr": lr, "b1": b1, "b2": b2, "eps": eps, "least": least, "weight_decay": weight_decay}
-    numbers |= {} if clip is None else {"clip": clip}
+    numbers = {
+        "lr": lr,
+        "b1": b1,
+        "b2": b2,
+        "eps": eps,
+        "min_trust_ratio": min_trust_ratio,
+        "weight_decay": weight_decay,
+    }
+    numbers |= {} if max_trust_ratio is None else {"max_trust_ratio": max_trust_ratio}
     check("lamb", numbers | {"donate": donate})
-    if clip is not None and clip < least:
-        raise ValueError(f"lamb: clip={clip!r} is below least={least!r}. Pass a clip of {least!r} or more")
+    if max_trust_ratio is not None and max_trust_ratio < min_trust_ratio:
+        raise ValueError(
+            f"lamb: max_trust_ratio={max_trust_ratio!r} is below min_trust_ratio={min_trust_ratio!r}. Pass a "
+            f"max_trust_ratio of {min_trust_ratio!r} or more"
+        )
 
     def init(params: Any) -> Any:
         leaves = units(params)
@@ -94,7 +104,10 @@ def lamb(
                     moments = slots["mean"][i], slots["square"][i]
                     moving[i] = moving[i]._replace(values=_direction(leaves.each[i], *moments, hparams, counts))
             quotients = _quotients(
-                squares(leaves), squares(Units(moving, leaves.tree)), hparams["least"], hparams.get("clip")
+                squares(leaves),
+                squares(Units(moving, leaves.tree)),
+                hparams["min_trust_ratio"],
+                hparams.get("max_trust_ratio"),
             )
             values = [unit.values for unit in leaves.each]
             for i, move in enumerate(moving):
@@ -131,7 +144,9 @@ def _overwrite(
         ps, ms, paths = ps + param_views, ms + move_views, paths + [s.path for s in unit.filled]
         if not unit.values.is_contiguous():
             copies.append((unit.values, flat.view(unit.values.shape)))
-    quotients = _quotients(squares(leaves), squares(Units(moving, leaves.tree)), hparams["least"], hparams.get("clip"))
+    quotients = _quotients(
+        squares(leaves), squares(Units(moving, leaves.tree)), hparams["min_trust_ratio"], hparams.get("max_trust_ratio")
+    )
     if paths:
         torch._foreach_mul_(ms, torch._foreach_mul([quotients[path] for path in paths], hparams["lr"]))
         torch._foreach_sub_(ps, ms)

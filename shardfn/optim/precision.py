@@ -22,7 +22,7 @@ from shardfn.shards.random import int_seed
 LEAST = torch.finfo(torch.float32).tiny  # the smallest loss scale
 
 
-def master(optimizer: Optimizer, *, donate: bool = True) -> Optimizer:
+def fp32_master_weights(optimizer: Optimizer, *, donate: bool = True) -> Optimizer:
     """The optimizer on a float32 copy of the parameters; the parameters are its rounded values.
 
     The copy, the master, is under `"master"` in the state, and cut as the state is: with `zero1` or `hfsdp` a rank
@@ -45,14 +45,14 @@ def master(optimizer: Optimizer, *, donate: bool = True) -> Optimizer:
     Sources: Micikevicius et al., Mixed precision training (2018), section 3.1.
 
     Example:
-        ``opt = master(adamw(3e-4)); state = opt.init(params)``, where `params` are in bfloat16
+        ``opt = fp32_master_weights(adamw(3e-4)); state = opt.init(params)``, where `params` are in bfloat16
     """
-    must_be_optimizer("master", optimizer)
-    check("master", {"donate": donate})
+    must_be_optimizer("fp32_master_weights", optimizer)
+    check("fp32_master_weights", {"donate": donate})
 
     def init(params: Any) -> Any:
         leaves = units(params)
-        refuse_complex(leaves, "master")
+        refuse_complex(leaves, "fp32_master_weights")
         make = (lambda unit: copied(unit, wide(unit.values))) if donate else _widened
         copies = [make(unit) if _narrow(unit) else None for unit in leaves.each]
         return {"optimizer": optimizer.init(_with(leaves, copies)), "master": leaves.with_values(copies)}
@@ -60,7 +60,7 @@ def master(optimizer: Optimizer, *, donate: bool = True) -> Optimizer:
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         leaves = units(params)
         if donate:
-            refuse_overwriting("master", params, grads, state)
+            refuse_overwriting("fp32_master_weights", params, grads, state)
         copies = leaves.values_in(state["master"])
         new_params, inner = optimizer.step(_with(leaves, copies), grads, state["optimizer"])
         new = leaves.values_in(new_params)
@@ -95,7 +95,7 @@ def stochastic_rounding(optimizer: Optimizer, *, seed: int = 0, donate: bool = T
 
     Raises:
         TypeError: `optimizer` is not an optimizer, or the seed not an int; `init` also for complex parameters, and for
-            float16, for which there is `master`.
+            float16, for which there is `fp32_master_weights`.
 
     Sources: Zamirai et al., Revisiting bfloat16 training (2020).
 
@@ -113,7 +113,7 @@ def stochastic_rounding(optimizer: Optimizer, *, seed: int = 0, donate: bool = T
             if _narrow(unit) and unit.values.dtype != torch.bfloat16:
                 raise TypeError(
                     f"stochastic_rounding: {unit.name} is {unit.values.dtype}, and only bfloat16 is rounded at random: "
-                    f"use master(optimizer), or other parameters"
+                    f"use fp32_master_weights(optimizer), or other parameters"
                 )
         copies = [copied(unit, wide(unit.values)) if _narrow(unit) else None for unit in leaves.each]
         return {"optimizer": optimizer.init(_with(leaves, copies)), "step": 0, "seed": first}
@@ -135,20 +135,20 @@ def stochastic_rounding(optimizer: Optimizer, *, seed: int = 0, donate: bool = T
     return Optimizer(init, step)
 
 
-def loss_scaled(
+def dynamic_loss_scale(
     optimizer: Optimizer,
     *,
     scale: float = 2.0**16,
-    growth: float = 2.0,
-    backoff: float = 0.5,
-    every: int = 2000,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
     donate: bool = True,
 ) -> Optimizer:
     """The optimizer, for gradients of `loss * state["scale"]`; overwrites gradients unless `donate=False`.
 
     It divides gradients by the scale. If any gradient on any rank is not finite, all ranks skip the step and the scale
-    shrinks; after `every` finite steps in a row it grows. It stays where float32 holds both it and its inverse. In a
-    compiled or graphed step the host does not decide: see `skip_nonfinite`.
+    shrinks; after `growth_interval` finite steps in a row it grows. It stays where float32 holds both it and its
+    inverse. In a compiled or graphed step the host does not decide: see `skip_nonfinite`.
 
     State: `"scale"`, `"good"` (finite steps since the scale last changed), `"skipped"`, which are 0-d tensors, and the
     optimizer's.
@@ -156,9 +156,9 @@ def loss_scaled(
     Args:
         optimizer: any optimizer.
         scale: the initial scale, above 0.
-        growth: factor by which the scale grows, 1 or more.
-        backoff: factor by which the scale shrinks, above 0 and at most 1.
-        every: finite steps in a row after which the scale grows, 1 or more.
+        growth_factor: factor by which the scale grows, 1 or more.
+        backoff_factor: factor by which the scale shrinks, above 0 and at most 1.
+        growth_interval: finite steps in a row after which the scale grows, 1 or more.
         donate: whether to overwrite gradients.
 
     Returns:
@@ -172,9 +172,10 @@ def loss_scaled(
     Example:
         ``grads = sf.grad(lambda p: loss(p) * state["scale"])(params); params, state = opt.step(params, grads, state)``
     """
-    must_be_optimizer("loss_scaled", optimizer)
-    check("loss_scaled", {"scale": scale, "growth": growth, "backoff": backoff, "donate": donate})
-    check_integer("loss_scaled", "every", every, 1)
+    must_be_optimizer("dynamic_loss_scale", optimizer)
+    numbers = {"scale": scale, "growth_factor": growth_factor, "backoff_factor": backoff_factor}
+    check("dynamic_loss_scale", numbers | {"donate": donate})
+    check_integer("dynamic_loss_scale", "growth_interval", growth_interval, 1)
 
     def init(params: Any) -> Any:
         begin = {"scale": number(params, float(scale)), "good": number(params, 0), "skipped": number(params, 0)}
@@ -183,17 +184,21 @@ def loss_scaled(
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         current = counted(params, state["scale"]).to(torch.float64)
         params, inner, is_finite = step_if_finite(
-            optimizer, params, grads, lambda: scaled("loss_scaled", grads, 1 / current, donate), state["optimizer"]
+            optimizer,
+            params,
+            grads,
+            lambda: scaled("dynamic_loss_scale", grads, 1 / current, donate),
+            state["optimizer"],
         )
         if not isinstance(is_finite, Tensor):
             # Without a copy, for which the host would wait.
             is_finite = torch.full((), is_finite, device=current.device)
         good = torch.where(is_finite, counted(params, state["good"]) + 1, 0)
-        grows = good >= every
-        larger = torch.where(grows, (current * growth).clamp(max=1 / LEAST), current)
+        grows = good >= growth_interval
+        larger = torch.where(grows, (current * growth_factor).clamp(max=1 / LEAST), current)
         new = {
             "optimizer": inner,
-            "scale": torch.where(is_finite, larger, (current * backoff).clamp(min=LEAST)),
+            "scale": torch.where(is_finite, larger, (current * backoff_factor).clamp(min=LEAST)),
             "good": torch.where(grows, 0, good),
             "skipped": counted(params, state["skipped"]) + ~is_finite,
         }

@@ -91,7 +91,8 @@ def _spans(unit: Unit, start: int, stop: int, salt: tuple[Any, ...]) -> Iterator
     if any(isinstance(part, Tensor) for part in salt):
         raise TypeError(
             "rounding at random draws from the step number, which the host must know, and here it is a tensor, as in a "
-            "captured step: keep the state in float32 (state_dtype=torch.float32) and parameters in master(...)"
+            "captured step: keep the state in float32 (state_dtype=torch.float32) and parameters in "
+            "fp32_master_weights(...)"
         )
     done = start
     for segment in unit.filled:

@@ -26,14 +26,14 @@ from shardfn.shards.parts import refuse_parts
 from shardfn.shards.pieces import Unit, Units, copied, is_unit, joined, pairs, slot, spread, stretches, units
 
 
-def masked(optimizer: Optimizer, rule: Which, otherwise: Optimizer | None = None) -> Optimizer:
+def masked(optimizer: Optimizer, rule: Which, fallback: Optimizer | None = None) -> Optimizer:
     """Updates some parameters with one optimizer, the rest with another, or not at all.
 
     Args:
         optimizer: for the parameters that `rule` chooses.
         rule: which parameters: a regular expression that matches the whole path, such as `blocks.0.attn.q`, several of
             them, or a function of a parameter's path and whole shape.
-        otherwise: for the rest; None leaves them unchanged.
+        fallback: for the rest; None leaves them unchanged.
 
     Returns:
         An `Optimizer`; its state has those of both, under `"chosen"` and `"others"`.
@@ -45,15 +45,15 @@ def masked(optimizer: Optimizer, rule: Which, otherwise: Optimizer | None = None
     Example:
         ``masked(muon(0.02), lambda path, shape: len(shape) == 2 and "embed" not in path, adamw(3e-4))``
     """
-    return split("masked", optimizer, rule, otherwise)
+    return split("masked", optimizer, rule, fallback)
 
 
-def split(name: str, optimizer: Optimizer, rule: Which, otherwise: Optimizer | None) -> Optimizer:
+def split(name: str, optimizer: Optimizer, rule: Which, fallback: Optimizer | None) -> Optimizer:
     """As `masked`, with the caller's name for messages."""
-    for opt in (optimizer, *([] if otherwise is None else [otherwise])):
+    for opt in (optimizer, *([] if fallback is None else [fallback])):
         must_be_optimizer(name, opt)
     which = chosen(rule, f"{name}: the rule")
-    parts = {"chosen": (True, optimizer)} | ({"others": (False, otherwise)} if otherwise else {})
+    parts = {"chosen": (True, optimizer)} | ({"others": (False, fallback)} if fallback else {})
 
     def init(params: Any) -> Any:
         leaves = units(params)
@@ -128,7 +128,8 @@ def ema(optimizer: Optimizer, decay: float, *, donate: bool = True) -> Optimizer
     `"average"`, a tree like the parameters, which can be used in the same stages.
 
     State: one number a parameter more, in its dtype. A bfloat16 average stays where it is unless the parameter is
-    farther away than :math:`|a| / (512 (1 - d))`: ``master(ema(...))`` keeps float32 averages of 16-bit parameters.
+    farther away than :math:`|a| / (512 (1 - d))`: ``fp32_master_weights(ema(...))`` keeps float32 averages of 16-bit
+    parameters.
 
     Args:
         optimizer: any optimizer.
@@ -174,12 +175,12 @@ def ema(optimizer: Optimizer, decay: float, *, donate: bool = True) -> Optimizer
     return Optimizer(init, step)
 
 
-def accumulate(optimizer: Optimizer, every: int, *, accumulator_dtype: torch.dtype | None = None) -> Optimizer:
+def multi_steps(optimizer: Optimizer, every: int, *, accumulator_dtype: torch.dtype | None = None) -> Optimizer:
     """The optimizer at every `every`-th step, with the sum of the gradients; parameters are unchanged in between.
 
     A parameter whose gradient is None in all of these steps is left out.
 
-    Also called `multi_steps`. Gradients are summed, not averaged: divide each loss by the size of the whole batch to
+    Gradients are summed, not averaged: divide each loss by the size of the whole batch to
     get the whole batch's gradient. Where the micro-batches are available at once, `shardfn.accumulate` moves less.
 
     State: one number a parameter more.
@@ -200,11 +201,11 @@ def accumulate(optimizer: Optimizer, every: int, *, accumulator_dtype: torch.dty
     Example:
         ``multi_steps(adamw(3e-4), 8)``
     """
-    must_be_optimizer("accumulate", optimizer)
-    check_integer("accumulate", "every", every, 1)
+    must_be_optimizer("multi_steps", optimizer)
+    check_integer("multi_steps", "every", every, 1)
     if accumulator_dtype is not None and not getattr(accumulator_dtype, "is_floating_point", False):
         raise TypeError(
-            f"accumulate: accumulator_dtype must be a real floating-point dtype, or None, got {accumulator_dtype!r}. "
+            f"multi_steps: accumulator_dtype must be a real floating-point dtype, or None, got {accumulator_dtype!r}. "
             "Pass for example torch.float32"
         )
 
@@ -301,9 +302,9 @@ def step_if_finite(
     made, and each tensor then gets what it was before, if they are not.
     """
     if capturing() is None and not preparing():
-        decided = finite(grads)
+        decided = all_finite(grads)
         return (*(optimizer.step(params, passed(), state) if decided else (params, state)), decided)
-    all_finite: Any = sum(_summed(grads), number(params, 0)) == 0
+    is_finite: Any = sum(_summed(grads), number(params, 0)) == 0
     frozen = {id(unit.values) for unit in units(params).each if not unit.trainable}
     leaves = optree.tree_leaves((params, state))
     copies = {id(x): x.clone() for x in leaves if isinstance(x, Tensor) and id(x) not in frozen}
@@ -312,27 +313,28 @@ def step_if_finite(
         if id(old) in frozen or (not isinstance(new, Tensor) and new == old):
             return new
         value = new if isinstance(new, Tensor) else number(params, new)
-        chosen = torch.where(all_finite, value, copies.get(id(old), old))
+        chosen = torch.where(is_finite, value, copies.get(id(old), old))
         return new.copy_(chosen) if isinstance(old, Tensor) and share_memory(new, old) else chosen
 
     before = params, state
     with torch.no_grad():
         after = optimizer.step(params, passed(), state)
         if optree.tree_structure(after) == optree.tree_structure(before):
-            return (*optree.tree_map(selected, after, before), all_finite)
+            return (*optree.tree_map(selected, after, before), is_finite)
         if capturing() is not None:
             raise RuntimeError(
-                "skip_nonfinite, loss_scaled: the optimizer's state has other parts after the step than before it, as "
-                "after a first one, so a program cannot keep what was there: make a step with finite gradients first"
+                "skip_nonfinite, dynamic_loss_scale: the optimizer's state has other parts after the step than before "
+                "it, as after a first one, so a program cannot keep what was there: make a step with finite gradients "
+                "first"
             )
-        if not all_finite:
+        if not is_finite:
             for x in leaves:
                 if id(x) in copies:
                     x.copy_(copies[id(x)])
-    return (*(after if all_finite else before), all_finite)
+    return (*(after if is_finite else before), is_finite)
 
 
-def finite(tree: Any) -> bool:
+def all_finite(tree: Any) -> bool:
     """Whether all elements of a tree are finite on all ranks of its mesh. All ranks call it together.
 
     Args:
@@ -342,7 +344,7 @@ def finite(tree: Any) -> bool:
         A bool, the same on every rank; the host waits for it.
 
     Example:
-        ``assert finite(params), "training has diverged"``
+        ``assert all_finite(params), "training has diverged"``
     """
     return not any(flag.item() for flag in _summed(tree)) or bool(planned())  # the only wait of the host
 
@@ -350,7 +352,7 @@ def finite(tree: Any) -> bool:
 def _summed(tree: Any) -> list[Tensor]:
     """Returns nonfinite flags of a tree's tensors, summed over all ranks; empty without tensors."""
     leaves = units(tree)
-    refuse_parts("finite", leaves)
+    refuse_parts("all_finite", leaves)
     kinds: dict[Any, list[Tensor]] = {}
     for unit in leaves.each:
         if unit.trainable and unit.values is not None and unit.values.numel():

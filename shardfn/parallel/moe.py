@@ -79,7 +79,7 @@ def route(x: Tensor, gate: Tensor, k: int, *, normalize: bool = True) -> Routing
     return Routing(experts, weights.to(x.dtype), logits)
 
 
-def mixture(
+def mixture_of_experts(
     expert: Expert,
     params: Any,
     x: Tensor,
@@ -120,27 +120,31 @@ def mixture(
     groups, length, width = x.shape
     if routing.experts.shape[:2] != (groups, length):
         raise ValueError(
-            f"mixture: x {tuple(x.shape)}, but the routing is of {tuple(routing.experts.shape[:2])} tokens"
+            f"mixture_of_experts: x {tuple(x.shape)}, but the routing is of {tuple(routing.experts.shape[:2])} tokens"
         )
     count = routing.logits.shape[-1]
     local_sizes = {leaf.shape[0] for leaf in optree.tree_leaves(params)}
     if local_sizes != {count // axis_size(axis)} or count % axis_size(axis):
         raise ValueError(
-            f"mixture: {count} experts over {axis!r}, of {axis_size(axis)} ranks, but this rank's parameters have "
-            f"leading dimensions {sorted(local_sizes)}: cut the experts with a spec, P({axis!r}), and make their "
-            f"number divide"
+            f"mixture_of_experts: {count} experts over {axis!r}, of {axis_size(axis)} ranks, but this rank's "
+            f"parameters have leading dimensions {sorted(local_sizes)}: cut the experts with a spec, P({axis!r}), and "
+            f"make their number divide"
         )
     some = "..." if capacity is None else groups  # which may be shorter on some ranks
     facts = f"x: {x.dtype} [{some}, ..., {width}]", f"experts={count}", f"capacity={capacity}"
-    ops.compare_arguments("mixture", axis, x, lambda: [*facts, f"overflow={overflow!r}"], "Every rank passes the same")
-    routing = _with_indices("mixture", routing)
-    check_range("mixture", "routing.experts", routing.experts, count)
+    ops.compare_arguments(
+        "mixture_of_experts", axis, x, lambda: [*facts, f"overflow={overflow!r}"], "Every rank passes the same"
+    )
+    routing = _with_indices("mixture_of_experts", routing)
+    check_range("mixture_of_experts", "routing.experts", routing.experts, count)
     if capacity is None:
         return _dropless(expert, params, x, routing, axis)
     if overflow not in ("drop", "error"):
-        raise ValueError(f'mixture: overflow must be "drop" or "error", got {overflow!r}')
+        raise ValueError(f'mixture_of_experts: overflow must be "drop" or "error", got {overflow!r}')
     if capacity < 1:
-        raise ValueError(f"mixture: capacity must be 1 or more tokens of a group for each expert, got {capacity}")
+        raise ValueError(
+            f"mixture_of_experts: capacity must be 1 or more tokens of a group for each expert, got {capacity}"
+        )
     slots, is_kept = _slots(routing, capacity)
     if overflow == "error":
         _refuse(is_kept, capacity, count, tuple(dict.fromkeys((*as_names(axis), *as_names(axes)))))
@@ -158,9 +162,9 @@ def mixture(
     return (chosen.view(groups, length, k, width) * routing.weights[..., None]).sum(2)
 
 
-def dropped(routing: Routing, capacity: int) -> Tensor:
+def num_dropped(routing: Routing, capacity: int) -> Tensor:
     """The number of choices of this rank's tokens that exceed the capacity: 0-d, an integer."""
-    return (~_slots(_with_indices("dropped", routing), capacity)[1]).sum()
+    return (~_slots(_with_indices("num_dropped", routing), capacity)[1]).sum()
 
 
 def balance_loss(routing: Routing, axes: AxisName = ()) -> Tensor:
@@ -228,21 +232,25 @@ def _slots(routing: Routing, capacity: int) -> tuple[Tensor, Tensor]:
 
 def _refuse(is_kept: Tensor, capacity: int, count: int, axis: AxisName) -> None:
     if functorch.inside_batching_or_forward():
-        raise ValueError('mixture: overflow="error" reads values, which it cannot do under vmap and jvp: use "drop"')
+        raise ValueError(
+            'mixture_of_experts: overflow="error" reads values, which it cannot do under vmap and jvp: use "drop"'
+        )
     excess = int(psum((~is_kept).sum(), axis))
     if planned():
         notes().assume("no token beyond the capacity")
     elif excess:
         raise ValueError(
-            f"mixture: {excess} choices of tokens are beyond the capacity of {capacity} a group for each of {count} "
-            f"experts: raise it (with {is_kept.shape[1]}, the tokens of a group, none is lost), or pass "
+            f"mixture_of_experts: {excess} choices of tokens are beyond the capacity of {capacity} a group for each of "
+            f"{count} experts: raise it (with {is_kept.shape[1]}, the tokens of a group, none is lost), or pass "
             f'overflow="drop" or capacity=None'
         )
 
 
 def _dropless(expert: Expert, params: Any, x: Tensor, routing: Routing, axis: AxisName) -> Tensor:
     if functorch.batching():
-        raise ValueError("mixture: without a capacity sizes depend on numbers, which vmap cannot batch: pass capacity=")
+        raise ValueError(
+            "mixture_of_experts: without a capacity sizes depend on numbers, which vmap cannot batch: pass capacity="
+        )
     size, count, k = axis_size(axis), routing.logits.shape[-1], routing.experts.shape[-1]
     choices = routing.experts.flatten()
     order = choices.argsort(stable=True)  # by expert

@@ -143,7 +143,7 @@ def split_layers(count: int, size: int) -> list[range]:
     return [range(a, b) for a, b in itertools.pairwise(starts)]
 
 
-def passes(schedule: Schedule, index: int, size: int, count: int) -> list[tuple[str, int]]:
+def schedule_of(schedule: Schedule, index: int, size: int, count: int) -> list[tuple[str, int]]:
     """The passes of rank `index`, in order: `("forward" or "backward", micro-batch)`."""
     warm_up = min(count, size - 1 - index) if schedule == "1f1b" else count
     order = [("forward", m) for m in range(warm_up)]
@@ -278,7 +278,7 @@ class _RankPasses:
     def run(self) -> torch.dtype:
         ranks = self.team
         try:
-            for kind, number in passes(self.job.schedule, ranks.index, ranks.size, len(self.batches)):
+            for kind, number in schedule_of(self.job.schedule, ranks.index, ranks.size, len(self.batches)):
                 if kind == "forward":
                     self._forward(number)
                 elif self.trains:

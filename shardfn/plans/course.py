@@ -13,7 +13,7 @@ UNIT = 512  # bytes: CUDA's caching allocator gives each tensor whole ones
 
 
 class Course(NamedTuple):
-    """As in `Plan`."""
+    """As in `StepPlan`."""
 
     held: tuple[Held, ...]
     peak: Held
@@ -24,7 +24,7 @@ class Course(NamedTuple):
 
 
 def kind_of(block: MemoryBlock, returned: bool) -> str:
-    """Returns the kind of a memory block: see `plan`."""
+    """Returns the kind of a memory block: see `plan_step`."""
     phase, part, ended = block.place.phase, block.place.part, block.ended
     differentiates = ("backward", "recompute")
     if block.kind:

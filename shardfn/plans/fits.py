@@ -12,7 +12,7 @@ from shardfn.quoting import byte_count, short
 from shardfn.tracebacks import api_boundary
 
 if TYPE_CHECKING:
-    from shardfn.plans.plan import Plan
+    from shardfn.plans.plan import StepPlan
 
 RESERVE = "2GiB"
 """Bytes of a device that no tensor gets: its context, and the buffers of communicators. An assumption."""
@@ -88,7 +88,7 @@ class Fit:
 
 
 @api_boundary
-def fits(plan: Plan, memory: str | int, reserve: str | int = RESERVE) -> Fit:
+def fits(plan: StepPlan, memory: str | int, reserve: str | int = RESERVE) -> Fit:
     """Compares a plan's peak with a device's memory.
 
     Args:
@@ -114,7 +114,7 @@ def fits(plan: Plan, memory: str | int, reserve: str | int = RESERVE) -> Fit:
     return Fit(total, reserved, plan.peak.total, spare, largest, first.where if first else "", changes)
 
 
-def _changes(plan: Plan, missing: int) -> tuple[Change, ...]:
+def _changes(plan: StepPlan, missing: int) -> tuple[Change, ...]:
     """Returns changes that would save memory, the nearest first."""
     kinds = plan.peak.kinds
     persistent = sum(kinds.get(kind, 0) for kind in ("parameters", "optimizer", "gradients"))

@@ -47,7 +47,7 @@ def measure_links(
             all.
 
     Returns:
-        The tables, which `Plan.timed` takes and `Links.save` writes.
+        The tables, which `StepPlan.timed` takes and `Links.save` writes.
 
     Raises:
         ValueError: no axis has two ranks; sizes or numbers that are not positive; ranks pass different ones.

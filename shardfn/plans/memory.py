@@ -59,8 +59,8 @@ def total_bytes(parts: Iterable[Bytes]) -> Bytes:
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes that one rank keeps from the first step to the last, by kind and tier, as `memory` counts them: exactly.
+class MemoryEstimate:
+    """Bytes that a rank keeps from the first step to the last, exact, by kind and tier: what `estimate_memory` returns.
 
     Attributes:
         parameters: this rank's pieces, padding included: elements that its layouts hold, times bytes per element.
@@ -90,7 +90,7 @@ class Memory:
 
 
 @api_boundary
-def memory(
+def estimate_memory(
     params: Any,
     optimizer: Optimizer | None = None,
     strategy: Strategy | None = None,
@@ -99,11 +99,11 @@ def memory(
     stages: Which | None = None,
     frozen: Which = (),
     specs: Specs = P(),  # noqa: B008
-) -> Memory:
+) -> MemoryEstimate:
     """Returns the bytes of parameters, gradients and an optimizer's state on this rank, before they are allocated.
 
     Allocates nothing, moves nothing and asks no other rank. A step takes more, which depends on its functions: gathered
-    parameters, activations, buffers. `plan` counts all of it.
+    parameters, activations, buffers. `plan_step` counts all of it.
 
     Args:
         params: what `shard` returned; or, with a strategy, what it will be given: a tree of tensors, possibly on the
@@ -117,7 +117,7 @@ def memory(
         specs: as for `shard`.
 
     Returns:
-        The figures, which print as a table. `Memory` says how each is counted.
+        The figures, which print as a table. `MemoryEstimate` says how each is counted.
 
     Raises:
         ValueError: a strategy without a mesh, or a mesh without a strategy, or a strategy for parameters that are
@@ -125,15 +125,15 @@ def memory(
         TypeError: the optimizer is none; a leaf is neither a tensor nor a maker.
 
     Example:
-        ``print(memory(init_makers, adamw(3e-4), full_shard("shard").with_tiers(state="disk"), mesh=mesh))``
+        ``print(estimate_memory(init_makers, adamw(3e-4), full_shard("shard").with_tiers(state="disk"), mesh=mesh))``
     """
     if optimizer is not None:
-        must_be_optimizer("memory", optimizer)
+        must_be_optimizer("estimate_memory", optimizer)
     tree = without_numbers(_laid_out(params, strategy, mesh, stages, frozen, specs))
     all_leaves = optree.tree_leaves(tree, is_leaf=is_flat)
     leaves = {id(leaf.values if is_flat(leaf) else leaf): leaf for leaf in all_leaves}.values()  # shared tensors once
     state = [] if optimizer is None else _state(optimizer, tree)
-    return Memory(
+    return MemoryEstimate(
         parameters=total_bytes(
             bytes_on(x.layout.placement.tiers.params, x.values.nbytes, x.layout) if is_flat(x) else Bytes(x.nbytes)
             for x in leaves
@@ -150,19 +150,20 @@ def _laid_out(
     is_sharded = bool(flat_shards(params))
     if is_sharded and strategy is not None:
         raise ValueError(
-            "memory: the parameters are sharded already, each by its own strategy: leave strategy= out, or "
+            "estimate_memory: the parameters are sharded already, each by its own strategy: leave strategy= out, or "
             "pass what shard() is to get"
         )
     if strategy is None:
         if mesh is not None and not is_sharded:
             raise ValueError(
-                'memory: a mesh, but no strategy: pass what shard() is to get, full_shard("shard") say; without both, '
+                'estimate_memory: a mesh, but no strategy: pass what shard() is to get, full_shard("shard") say; '
+                "without both, "
                 "parameters count as whole ones of one process"
             )
         return run_makers("", params)
     mesh = current_mesh() if mesh is None else mesh
     if mesh is None:
-        raise ValueError("memory: a strategy, but no mesh to shard over: pass mesh=make_mesh(...)")
+        raise ValueError("estimate_memory: a strategy, but no mesh to shard over: pass mesh=make_mesh(...)")
     rules, names = Rules(mesh, strategy, stages, frozen, specs, "global", filled=False), list[str]()
 
     def cut(path: str, subtree: Any) -> Any:
@@ -177,7 +178,8 @@ def _laid_out(
     tree = rules.map_stages(params, cut, run_makers)
     if rules.unused:
         raise ValueError(
-            f"memory: nothing matches {listed(map(repr, sorted(rules.unused)))}; the parameters are {listed(names)}"
+            f"estimate_memory: nothing matches {listed(map(repr, sorted(rules.unused)))}; the parameters are "
+            f"{listed(names)}"
         )
     return tree
 
@@ -202,14 +204,15 @@ def _leaf(name: str, leaf: Any) -> Any:
         return leaf
     if isinstance(leaf, torch.nn.Module):
         raise TypeError(
-            f"memory: {name or 'the tree'} is a module; its parameters as a tree are interop.functional(module).tree"
+            f"estimate_memory: {name or 'the tree'} is a module; its parameters as a tree are "
+            "interop.functional(module).tree"
         )
     if not callable(leaf):
         raise TypeError(
-            f"memory: {name or 'the tree'} is of type {type(leaf).__name__}; parameters are tensors, on the meta "
-            f"device too, or makers, as init takes them"
+            f"estimate_memory: {name or 'the tree'} is of type {type(leaf).__name__}; parameters are tensors, on the "
+            f"meta device too, or makers, as init takes them"
         )
-    return run_makers(name, drawn_hollow(leaf, name or "the tree", "memory"))
+    return run_makers(name, drawn_hollow(leaf, name or "the tree", "estimate_memory"))
 
 
 def without_numbers(tree: Any) -> Any:
@@ -256,13 +259,13 @@ def _state(optimizer: Optimizer, tree: Any) -> list[tuple[Tensor, str, Layout | 
         state = optimizer.init(tree)
     except (RuntimeError, NotImplementedError) as error:
         raise ValueError(
-            f"memory: the optimizer's init cannot run without numbers ({str(error).partition(chr(10))[0]}): what it "
-            f"remembers cannot be known beforehand; leave the optimizer out"
+            f"estimate_memory: the optimizer's init cannot run without numbers ({str(error).partition(chr(10))[0]}): "
+            f"what it remembers cannot be known beforehand; leave the optimizer out"
         ) from error
     if comes_later(state):
         raise ValueError(
-            "memory: from_torch's optimizers make their state in the first step, and it cannot be known beforehand: "
-            "leave the optimizer out, and count what its documentation says"
+            "estimate_memory: from_torch's optimizers make their state in the first step, and it cannot be known "
+            "beforehand: leave the optimizer out, and count what its documentation says"
         )
     visited = {autograd.storage_of(x) for x in optree.tree_leaves(tree) if isinstance(x, Tensor)}
     offloaded = [flat.layout.placement.tiers.params != "device" for flat in flat_shards(tree)]

@@ -14,14 +14,14 @@ from shardfn.quoting import byte_count
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from shardfn.plans.plan import Plan
+    from shardfn.plans.plan import StepPlan
 
 INK, DIM, RED = "#1c2733", "#66727f", "#c0504d"
 WIDTH, LANE, CURVE = 11.0, 0.28, 1.7  # inches
 MICRO = 1e6  # a trace counts microseconds
 
 
-def draw_plans(shown: Sequence[tuple[Plan, Times | None]]) -> Figure:
+def draw_plans(shown: Sequence[tuple[StepPlan, Times | None]]) -> Figure:
     """Draws plans one above the other; on one axis of time, if the times of all are known."""
     from matplotlib.figure import Figure
 
@@ -41,7 +41,7 @@ def draw_plans(shown: Sequence[tuple[Plan, Times | None]]) -> Figure:
     return figure
 
 
-def _draw_lanes(axes: Any, plan: Plan, drawing: Drawing) -> None:
+def _draw_lanes(axes: Any, plan: StepPlan, drawing: Drawing) -> None:
     colors = stage_colors(plan.works)
     for lane_index in range(len(drawing.lanes)):
         indices = [i for i, lane in enumerate(drawing.lane) if lane == lane_index]
@@ -59,7 +59,7 @@ def _draw_lanes(axes: Any, plan: Plan, drawing: Drawing) -> None:
     axes.set_title(f"{plan.title}, rank {plan.rank}{took}", loc="left", fontsize=10, color=INK, parse_math=False)
 
 
-def _draw_memory(axes: Any, plan: Plan, drawing: Drawing, max_bytes: int) -> None:
+def _draw_memory(axes: Any, plan: StepPlan, drawing: Drawing, max_bytes: int) -> None:
     colors = kind_colors(plan.held)
     if plan.held:
         moments = [*drawing.held, drawing.last_end]
@@ -84,15 +84,15 @@ def _draw_memory(axes: Any, plan: Plan, drawing: Drawing, max_bytes: int) -> Non
 # --- a trace in the "Trace Event Format", which chrome://tracing and Perfetto open ---
 
 
-def write_trace(path: str | os.PathLike[str], plan: Plan, times: Times | None) -> None:
+def write_trace(path: str | os.PathLike[str], plan: StepPlan, times: Times | None) -> None:
     """Writes the trace."""
     events = list(_events(plan, plan.drawing(times)))
-    local_path(path, "Plan.trace: path").write_text(
+    local_path(path, "StepPlan.trace: path").write_text(
         json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8"
     )
 
 
-def _events(plan: Plan, drawing: Drawing) -> Iterator[dict[str, Any]]:
+def _events(plan: StepPlan, drawing: Drawing) -> Iterator[dict[str, Any]]:
     unit = MICRO if drawing.seconds else 1.0
     process = {"pid": plan.rank}
     yield {"ph": "M", "name": "process_name", **process, "args": {"name": f"{plan.title}, rank {plan.rank}"}}

@@ -29,7 +29,7 @@ _BACKWARD = ("backward", "recompute")
 
 
 @dataclass(frozen=True, repr=False)
-class Plan(Printed):
+class StepPlan(Printed):
     """The works and memory of one rank in a step.
 
     Attributes:
@@ -109,9 +109,9 @@ class Plan(Printed):
         """Returns the floating-point operations of works with these attributes."""
         return sum(sum(work.flops.values()) for work in self.select(**attributes))
 
-    def __sub__(self, other: Plan) -> Difference:
+    def __sub__(self, other: StepPlan) -> Difference:
         """Returns the difference from another plan."""
-        if not isinstance(other, Plan):
+        if not isinstance(other, StepPlan):
             return NotImplemented
         return Difference(
             self.name if self.name == other.name else f"{self.name} - {other.name}",
@@ -186,7 +186,7 @@ class Plan(Printed):
         """Returns the time and lane of each work; a profile has its own times."""
         return drawing(self.works, self.held, self if times is None and isinstance(self, Times) else times)
 
-    def figure(self, times: Times | None = None, beside: Plan | None = None) -> Figure:
+    def figure(self, times: Times | None = None, beside: StepPlan | None = None) -> Figure:
         """Returns the picture, which notebooks can show, too: the lanes, and the memory beneath.
 
         Args:
@@ -201,13 +201,13 @@ class Plan(Printed):
         need_matplotlib("plan")
         return pictures.draw_plans(self._shown(times, beside))
 
-    def _shown(self, times: Times | None, other: Plan | None) -> list[tuple[Plan, Times | None]]:
-        if other is not None and not isinstance(other, Plan):
+    def _shown(self, times: Times | None, other: StepPlan | None) -> list[tuple[StepPlan, Times | None]]:
+        if other is not None and not isinstance(other, StepPlan):
             raise TypeError(f"plan: beside must be another plan, or a profile, got {type(other).__name__}")
         return [(self, times), *([(other, None)] if other is not None else [])]
 
     def save_picture(
-        self, path: str | os.PathLike[str], times: Times | None = None, beside: Plan | None = None
+        self, path: str | os.PathLike[str], times: Times | None = None, beside: StepPlan | None = None
     ) -> None:
         """Writes the picture, in the format given by the file name's suffix: `.svg`, `.png`, `.pdf`.
 
@@ -240,10 +240,10 @@ class Plan(Printed):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON, which `load` reads."""
-        local_path(path, "Plan.save: path").write_text(json.dumps({"version": VERSION, **asdict(self)}) + "\n")
+        local_path(path, "StepPlan.save: path").write_text(json.dumps({"version": VERSION, **asdict(self)}) + "\n")
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Plan:
+    def load(cls, path: str | os.PathLike[str]) -> StepPlan:
         """Reads what `save` wrote.
 
         Raises:
@@ -252,7 +252,7 @@ class Plan(Printed):
         """
         where = f"the plan {os.fspath(path)!r}"
         try:
-            content = json.loads(local_path(path, "Plan.load: path").read_text())
+            content = json.loads(local_path(path, "StepPlan.load: path").read_text())
         except ValueError as error:
             raise ValueError(f"{where} is not JSON: {error}") from error
         version = content.pop("version", None) if isinstance(content, dict) else None

@@ -23,7 +23,7 @@ from shardfn.mesh.scope import current_mesh, mesh_of
 from shardfn.mesh.spec import dotted
 from shardfn.plans.course import course_of
 from shardfn.plans.places import SourceLocation
-from shardfn.plans.plan import Plan
+from shardfn.plans.plan import StepPlan
 from shardfn.plans.recorder import MemoryBlock, PlanRecorder
 from shardfn.quant.packed import is_packed
 from shardfn.quoting import listed, short
@@ -35,7 +35,7 @@ from shardfn.tracebacks import api_boundary
 
 
 @contextlib.contextmanager
-def planning(ranks: int, rank: int = 0, *, per_node: int = 8) -> Iterator[Device]:
+def plan_mode(ranks: int, rank: int = 0, *, per_node: int = 8) -> Iterator[Device]:
     """Inside the block this process is one of many ranks that do not run, with a device that has no numbers.
 
     The program is the same as the one that runs: `make_mesh`, `init_sharded`, `shard` or `interop.functional`, an
@@ -58,20 +58,20 @@ def planning(ranks: int, rank: int = 0, *, per_node: int = 8) -> Iterator[Device
         TypeError: a number is not whole.
 
     Example:
-        ``with sf.planning(ranks=1024): mesh = sf.make_mesh(replica=128, shard=8); ...; print(sf.plan(step, params))``
+        ``with sf.plan_mode(ranks=1024): mesh = sf.make_mesh(replica=128, shard=8); ...; sf.plan_step(step, params)``
     """
     for name, value, minimum in (("ranks", ranks, 1), ("rank", rank, 0), ("per_node", per_node, 1)):
         if type(value) is not int:
-            raise TypeError(f"planning: {name} must be an integer, got {short(repr(value))}")
+            raise TypeError(f"plan_mode: {name} must be an integer, got {short(repr(value))}")
         if value < minimum:
-            raise ValueError(f"planning: {name} must be at least {minimum}, got {value}")
+            raise ValueError(f"plan_mode: {name} must be at least {minimum}, got {value}")
     if _open:
-        raise RuntimeError("planning: such a block is open already: plan one after another")
+        raise RuntimeError("plan_mode: such a block is open already: plan one after another")
     if rank >= ranks:
-        raise ValueError(f"planning: rank={rank} of ranks={ranks}; ranks are numbered from 0 to ranks - 1")
+        raise ValueError(f"plan_mode: rank={rank} of ranks={ranks}; ranks are numbered from 0 to ranks - 1")
     if dist.is_initialized():
         raise RuntimeError(
-            f"planning: this process is rank {dist.get_rank()} of {dist.get_world_size()} already, on "
+            f"plan_mode: this process is rank {dist.get_rank()} of {dist.get_world_size()} already, on "
             f"{dist.get_backend()}, and cannot be another: plan in a separate process, or before the first make_mesh"
         )
     recorder = PlanRecorder()
@@ -115,8 +115,8 @@ def _collecting_little() -> Iterator[None]:
 
 
 @api_boundary
-def plan(step: Callable[..., Any], *args: Any, mesh: DeviceMesh | None = None, **kwargs: Any) -> Plan:
-    """Plans a step inside `planning`: all that a rank computes, sends and holds, without running it on numbers.
+def plan_step(step: Callable[..., Any], *args: Any, mesh: DeviceMesh | None = None, **kwargs: Any) -> StepPlan:
+    """Plans a step inside `plan_mode`: all that a rank computes, sends and holds, without running it on numbers.
 
     The step is any function: under `shard_map`, of a module, with micro-batches, a pipeline, adapters, or a product
     with a Hessian. It is called twice, as it is, on shapes, and the second call is what is planned: the first makes the
@@ -139,24 +139,24 @@ def plan(step: Callable[..., Any], *args: Any, mesh: DeviceMesh | None = None, *
         The plan.
 
     Raises:
-        RuntimeError: no `planning` block is open.
+        RuntimeError: no `plan_mode` block is open.
         TypeError: the step is no function, or the mesh is none.
         NotImplementedError: the size of a result depends on numbers, as that of `torch.unique` does.
         Exception: what the step itself raises.
 
     Example:
-        ``plan = sf.plan(step, params, state, tokens)``, then ``print(plan)`` or ``plan.peak``
+        ``plan = sf.plan_step(step, params, state, tokens)``, then ``print(plan)`` or ``plan.peak``
     """
     if not _open:
         raise RuntimeError(
-            "plan: nothing is planned here: make the mesh, the parameters and the step inside `with "
-            "shardfn.planning(ranks=...):`, in a process without ranks, and plan the step there"
+            "plan_step: nothing is planned here: make the mesh, the parameters and the step inside `with "
+            "shardfn.plan_mode(ranks=...):`, in a process without ranks, and plan the step there"
         )
     recorder, per_node = _open[-1]
     if not callable(step):
         raise TypeError(
-            f"plan: the step is of type {type(step).__name__}, not a function: pass it without calling it, plan(step, "
-            f"params, state, tokens)"
+            f"plan_step: the step is of type {type(step).__name__}, not a function: pass it without calling it, "
+            f"plan_step(step, params, state, tokens)"
         )
     if mesh is not None:
         sizes(mesh)  # which refuses what is no mesh
@@ -168,7 +168,7 @@ def plan(step: Callable[..., Any], *args: Any, mesh: DeviceMesh | None = None, *
         before = {block: block.nbytes for block in recorder.blocks.values()}
         with recorder.listening():
             result = step(*args, **kwargs)
-    return plan_of(recorder, per_node, step, mesh_for("plan", mesh, arguments), parameters, before, result)
+    return plan_of(recorder, per_node, step, mesh_for("plan_step", mesh, arguments), parameters, before, result)
 
 
 @contextlib.contextmanager
@@ -201,7 +201,7 @@ def plan_of(
     parameters: int,
     before: dict[MemoryBlock, int],
     result: Any,
-) -> Plan:
+) -> StepPlan:
     """Returns the plan of a recorded step.
 
     Args:
@@ -218,7 +218,7 @@ def plan_of(
     launched = (open_work.stream for open_work in recorder.works if open_work.stream != HOST)
     streams = dict.fromkeys([recorder.device.defaults[0], *launched])
     order = {stream: index for index, stream in enumerate(streams)}
-    return Plan(
+    return StepPlan(
         name=getattr(step, "__qualname__", type(step).__name__),
         mesh={} if mesh is None else sizes(mesh),
         rank=process_groups.global_rank(),

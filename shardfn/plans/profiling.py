@@ -27,7 +27,7 @@ from shardfn.mesh import waiting
 from shardfn.mesh.axes import device_of
 from shardfn.mesh.planned import planned
 from shardfn.plans.drawing import lane_of
-from shardfn.plans.plan import Plan
+from shardfn.plans.plan import StepPlan
 from shardfn.plans.planning import mark, mesh_for, named, plan_of
 from shardfn.plans.recorder import MemoryBlock, OpenWork, PlanRecorder
 from shardfn.plans.schedule import Work
@@ -40,8 +40,8 @@ _STREAM = 1  # the number of the device's own stream among drafts, where 0 is th
 
 
 @dataclass(frozen=True, repr=False)
-class Profile(Plan):
-    """The works and memory of one rank in a step that ran, with the attributes of a `Plan`.
+class Profile(StepPlan):
+    """The works and memory of one rank in a step that ran, with the attributes of a `StepPlan`.
 
     Attributes:
         begins: seconds from the start of the step at which each work began, by its position.
@@ -79,7 +79,7 @@ def profile_step(
 
     Raises:
         TypeError: the step cannot be called.
-        RuntimeError: inside `planning`, where nothing runs; or another profile is being made.
+        RuntimeError: inside `plan_mode`, where nothing runs; or another profile is being made.
         Exception: what the step itself raises.
 
     Example:
@@ -92,7 +92,7 @@ def profile_step(
             "then its arguments, as in profile_step(step, params, batch)"
         )
     if planned():
-        raise RuntimeError("profile_step: inside planning(...) nothing runs: use plan(step, ...) there")
+        raise RuntimeError("profile_step: inside plan_mode(...) nothing runs: use plan_step(step, ...) there")
     if waiting.ended:
         raise RuntimeError("profile_step: another profile is being made in this process: let it end first")
     arguments = named(step, args, kwargs)
@@ -219,7 +219,7 @@ class _Timer(PlanRecorder):
         self.events = [event for event in self.events if event[2] not in reused]
         return reused
 
-    def profile(self, plan: Plan) -> Profile:
+    def profile(self, plan: StepPlan) -> Profile:
         """Returns a plan with the times of its works."""
         spans = [self.spans[draft] for draft in self.works]
         seconds = self.clock.seconds([mark for span in spans for mark in span]) if spans else []

@@ -325,10 +325,10 @@ def _travels(layout: Layout) -> list[str]:
     elif layout.size > 1 and layout.trainable:
         policies = {"step": "the gathered copy kept for the step", False: "the gathered copy kept for backward"}
         words.append(policies.get(reshard, "gathered again for backward"))
-    if layout.size > 1 and placement.gather is not None:
-        words.append(f"gathered in {placement.gather}")
-    if placement.reduce is not None and layout.trainable:
-        words.append(f"gradients travel in {placement.reduce}")
+    if layout.size > 1 and placement.gather_format is not None:
+        words.append(f"gathered in {placement.gather_format}")
+    if placement.reduce_format is not None and layout.trainable:
+        words.append(f"gradients travel in {placement.reduce_format}")
     return words
 
 

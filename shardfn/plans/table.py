@@ -14,14 +14,14 @@ from shardfn.plans.schedule import Work
 from shardfn.quoting import amount, byte_count, listed
 
 if TYPE_CHECKING:
-    from shardfn.plans.plan import Plan
+    from shardfn.plans.plan import StepPlan
 
 BAR = 32  # columns of the whole peak
 LARGEST = 6  # allocations that are shown
 ROWS = 14  # most rows of a table, of which the rest is one row
 
 
-def lines(plan: Plan, width: int) -> Iterator[Line]:
+def lines(plan: StepPlan, width: int) -> Iterator[Line]:
     """Yields all lines; equal stages are one."""
     parts = (_head(plan), _memory(plan), _largest(plan), _collectives(plan), _stages(plan))
     for i, part in enumerate(filter(None, map(list, parts))):
@@ -30,7 +30,7 @@ def lines(plan: Plan, width: int) -> Iterator[Line]:
         yield from (cut(line, width) for line in part)
 
 
-def _head(plan: Plan) -> Iterator[Line]:
+def _head(plan: StepPlan) -> Iterator[Line]:
     mesh = ", ".join(f"{name}={size}" for name, size in plan.mesh.items())
     ranks = math.prod(plan.mesh.values())
     yield [(plan.title, "bold"), (f" on {mesh or 'no mesh'}: rank {plan.rank} of {ranks:,}", "")]
@@ -42,7 +42,7 @@ def _head(plan: Plan) -> Iterator[Line]:
     yield [(f"{numbers}here {launches:,} operations{f', {by_dtype}' if by_dtype else ''}", "")]
 
 
-def _memory(plan: Plan) -> Iterator[Line]:
+def _memory(plan: StepPlan) -> Iterator[Line]:
     total, colors = plan.peak.total, kind_colors([plan.peak])
     yield [("memory at the peak", "bold"), (f"  {peak_told(plan.works, plan.peak)}", "dim")]
     for kind in colors:
@@ -56,14 +56,14 @@ def _memory(plan: Plan) -> Iterator[Line]:
                 yield [(f"  {kind:<14}", ""), (f"{byte_count(nbytes):>10}", ""), (f"  {where}, at its own peak", "dim")]
 
 
-def _largest(plan: Plan) -> Iterator[Line]:
+def _largest(plan: StepPlan) -> Iterator[Line]:
     if plan.allocations:
         allocations = sorted(plan.allocations, key=lambda entry: -entry.bytes)
         rows = [(x.kind, byte_count(x.bytes), f"{x.count:,}", x.stage or "-", x.where or "-") for x in allocations]
         yield from table(("largest then", "bytes", "tensors", "stage", "made at"), rows, "lrrll", LARGEST)
 
 
-def _collectives(plan: Plan) -> Iterator[Line]:
+def _collectives(plan: StepPlan) -> Iterator[Line]:
     sums: dict[tuple[str, ...], list[int]] = {}
     for work in plan.works:
         if work.kind != "compute":
@@ -74,7 +74,7 @@ def _collectives(plan: Plan) -> Iterator[Line]:
         yield from table(("sent", "axis", "dtype", "pass", "calls", "bytes"), rows, "llllrr", ROWS)
 
 
-def _stages(plan: Plan) -> Iterator[Line]:
+def _stages(plan: StepPlan) -> Iterator[Line]:
     of_stage: dict[str, list[Work]] = {}
     for work in plan.works:
         of_stage.setdefault(work.stage, []).append(work)

@@ -16,7 +16,7 @@ from shardfn.quoting import short
 from shardfn.tracebacks import api_boundary
 
 if TYPE_CHECKING:
-    from shardfn.plans.plan import Plan
+    from shardfn.plans.plan import StepPlan
 
 COMPUTE, COPY = "compute", "copy"
 
@@ -81,7 +81,7 @@ class Timeline:
 
 @api_boundary
 def timed(
-    plan: Plan, links: Links | str, chip: Chip | str, per_node: int | None = None, tokens: float | None = None
+    plan: StepPlan, links: Links | str, chip: Chip | str, per_node: int | None = None, tokens: float | None = None
 ) -> Timeline:
     """Computes when each work of a plan begins and ends.
 
@@ -145,7 +145,7 @@ _Job = tuple[float, str]
 """A work's seconds if it is alone, and the link that it needs."""
 
 
-def _job(plan: Plan, work: Work, links: Links, chip: Chip, per_node: int | None) -> _Job:
+def _job(plan: StepPlan, work: Work, links: Links, chip: Chip, per_node: int | None) -> _Job:
     if work.kind == COMPUTE:
         return chip.seconds(work), ""
     if work.kind == COPY:

@@ -3,7 +3,7 @@
 Imports `checkpoint`, `optim`, `transforms`, `shards`, `tiers`, `collectives` and `mesh`.
 """
 
-from shardfn.run.batch_consistency import Checked, checked
+from shardfn.run.batch_consistency import CheckedLoader, check_loader
 from shardfn.run.batching import Batches, Feed, batches
 from shardfn.run.looping import Run, loop
 from shardfn.run.reports import jsonl, progress, tensorboard
@@ -12,13 +12,13 @@ from shardfn.run.tokens import TokenFile, packed_windows, token_windows, write_t
 
 __all__ = [
     "Batches",
-    "Checked",
+    "CheckedLoader",
     "Feed",
     "Run",
     "Stream",
     "TokenFile",
     "batches",
-    "checked",
+    "check_loader",
     "jsonl",
     "loop",
     "packed_windows",

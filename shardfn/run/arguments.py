@@ -34,17 +34,17 @@ class LoopOptions:
         start: steps that the state has taken before, in a run without a checkpoint.
         numbered: whether the step takes its number.
         save: the folder of the run's checkpoints.
-        every: steps between two checkpoints.
-        keep: how many of the newest checkpoints stay.
+        save_every: steps between two checkpoints.
+        keep_last: how many of the newest checkpoints stay.
         best: the metric that decides which checkpoint is best and stays too.
         resume: whether to go on from the newest checkpoint, or from the newest undamaged one.
         evaluate: by the prefix of its metrics, the evaluation function and its interval in steps.
         stop: says after an evaluation, by all metrics, whether the run ends.
         reports: called with each step's metrics.
         seed: of the random numbers.
-        limit: seconds from the start of the process.
+        time_limit: seconds from the start of the process.
         flops: floating point operations of a step, on all ranks together.
-        peak: floating point operations a second of one device.
+        peak_flops: floating point operations a second of one device.
         identity: of the batches, as JSON.
     """
 
@@ -52,23 +52,24 @@ class LoopOptions:
     start: int
     numbered: bool
     save: Path | None
-    every: int | None
-    keep: int | None
+    save_every: int | None
+    keep_last: int | None
     best: Best | None
     resume: Resume
     evaluate: dict[str, tuple[Evaluate, int]]
     stop: Stop | None
     reports: tuple[Report, ...]
     seed: int
-    limit: float | None
+    time_limit: float | None
     flops: float | None
-    peak: float | None
+    peak_flops: float | None
     identity: str
 
     def facts(self) -> dict[str, str]:
         """The arguments that must be the same on all ranks, as text by name."""
         facts = {
-            name: repr(getattr(self, name)) for name in ("steps", "start", "every", "keep", "best", "resume", "seed")
+            name: repr(getattr(self, name))
+            for name in ("steps", "start", "save_every", "keep_last", "best", "resume", "seed")
         }
         facts["save"] = str(self.save)
         facts["evaluate"] = repr({name: interval for name, (_, interval) in self.evaluate.items()})
@@ -97,43 +98,49 @@ def checked_arguments(step: Any, batches: Any, args: dict[str, Any]) -> LoopOpti
     save = args["save"]
     if save is not None:
         _check_folder(save)
-    for name in ("every", "keep", "best"):
+    for name in ("save_every", "keep_last", "best"):
         if save is None and args[name] is not None:
             raise ValueError(
                 f"sf.run.loop: {name}={args[name]!r} is about checkpoints, and there are none without save=folder"
             )
-    every = (
-        None if args["every"] is None else _count("every", args["every"], "the number of steps between two checkpoints")
+    save_every = (
+        None
+        if args["save_every"] is None
+        else _count("save_every", args["save_every"], "the number of steps between two checkpoints")
     )
-    keep = None if args["keep"] is None else _count("keep", args["keep"], "the number of checkpoints that stay")
+    keep_last = (
+        None
+        if args["keep_last"] is None
+        else _count("keep_last", args["keep_last"], "the number of checkpoints that stay")
+    )
     if not isinstance(args["resume"], bool) and args["resume"] != "previous":
         raise TypeError(
             f"sf.run.loop: resume must be True, for the newest checkpoint in save=, or False, or "
             f'"previous", for the newest intact one, got {args["resume"]!r}'
         )
-    evaluate = _evaluations(args["evaluate"], every or steps)
+    evaluate = _evaluations(args["evaluate"], save_every or steps)
     best, stop = best_of(args["best"], evaluate), args["stop"]
     if stop is not None and (not callable(stop) or not evaluate):
         raise TypeError(f"sf.run.loop: stop must be a function of the metrics, with evaluate=, got {stop!r}")
-    if best is not None and keep is None:
-        raise ValueError(f"sf.run.loop: best={args['best']!r} is about what stays, and without keep= all do")
+    if best is not None and keep_last is None:
+        raise ValueError(f"sf.run.loop: best={args['best']!r} is about what stays, and without keep_last= all do")
     _check_batches(batches, save is not None)
     return LoopOptions(
         steps=steps,
         start=start,
         numbered=numbered,
         save=None if save is None else Path(save).absolute(),  # the program may change its working directory later
-        every=every,
-        keep=keep,
+        save_every=save_every,
+        keep_last=keep_last,
         best=best,
         resume=args["resume"],
         evaluate=evaluate,
         stop=stop,
         reports=_reports(args["report"]),
         seed=int_seed(args["seed"]),
-        limit=seconds_of(args["limit"], save is not None),
+        time_limit=seconds_of(args["time_limit"], save is not None),
         flops=_positive("flops", args["flops"]),
-        peak=_positive("peak", args["peak"]),
+        peak_flops=_positive("peak_flops", args["peak_flops"]),
         identity=identity_of(batches),
     )
 

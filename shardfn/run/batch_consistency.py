@@ -331,7 +331,7 @@ def _differ(local_read: Read, step: int, peers: Peers) -> None:
     if peers.lengths is None:
         advice = (
             "On every step all ranks have batches of equal shapes: drop a last one with fewer rows (drop_last=True); "
-            'pad="ranks" fills them up to the longest of all ranks, pad="own" is for a step that takes what each rank '
+            'pad="ranks" fills them up to the longest of all ranks, pad="none" is for a step that takes what each rank '
             "has, with in_specs=..."
         )
     agree(_kinds(copy.batch, peers), peers.mesh, peers.name, subject=(f"the batches of step {step}", advice))
@@ -355,12 +355,12 @@ def _compare(contents: list[int], rows: list[int], step: int, peers: Peers) -> N
 # --- a user's own loader ---
 
 
-NAME = "sf.run.checked"
+NAME = "sf.run.check_loader"
 
 
 @dataclass(frozen=True)
-class Checked:
-    """Batches of a loader, compared between ranks before a step gets them; made by `checked`.
+class CheckedLoader:
+    """Batches of a loader, compared between ranks before a step gets them; made by `check_loader`.
 
     Attributes:
         axes: mesh axes along which ranks have different rows.
@@ -400,7 +400,7 @@ class Checked:
         return size()
 
 
-def checked(loader: Iterable[Any], mesh: DeviceMesh, axes: AxisName, *, pad: Pad | None = None) -> Checked:
+def check_loader(loader: Iterable[Any], mesh: DeviceMesh, axes: AxisName, *, pad: Pad | None = None) -> CheckedLoader:
     """Wraps a loader, so that its batches are compared between ranks before any rank gets one.
 
     These raise on every rank, instead of wrong training or a hang: ranks at different places along `axes` have the same
@@ -432,7 +432,7 @@ def checked(loader: Iterable[Any], mesh: DeviceMesh, axes: AxisName, *, pad: Pad
             raise TypeError(f"{NAME}: the loader is of type {type(loader).__name__}, which gives no batches")
         lengths = lengths_of(pad, getattr(loader, "collate_fn", None), NAME)
     agree([f"axes={names!r}", f"pad={lengths!r}"], mesh, NAME, subject=("axes= and pad=", "Every rank passes the same"))
-    return Checked(names, loader, peers(mesh, names, NAME, lengths, distinct=True))
+    return CheckedLoader(names, loader, peers(mesh, names, NAME, lengths, distinct=True))
 
 
 def _reads(loader: Iterable[Any], start: int) -> Generator[Read]:

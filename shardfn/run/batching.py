@@ -21,7 +21,7 @@ from shardfn.optim.hyperparameters import check_integer
 from shardfn.run.batch_consistency import Peers, Read, State, axes_of, device_batches, peers
 from shardfn.run.collating import Collate, Lengths, Pad, lengths_of
 from shardfn.run.feeding import ahead, locked
-from shardfn.run.order import RARE, Last, Order, Sample, Sampled, Sampler, chosen_rows, sample_bound
+from shardfn.run.order import RARE, Order, Remainder, Sample, Sampled, Sampler, chosen_rows, sample_bound
 from shardfn.run.sources import NAME, BatchReader, by_workers, portion, prepared, sampled
 from shardfn.run.streams import Stream, Streamed, stream_facts
 from shardfn.shards.random import int_seed
@@ -44,7 +44,7 @@ class Batches:
     Attributes:
         axes: mesh axes along which ranks have different rows.
         identity: what the order depends on, as str and int: with equal identities, step `k` has the same rows.
-        steps_per_epoch: batches of an epoch, rounded up; None for a stream, and with `rate`.
+        steps_per_epoch: batches of an epoch, rounded up; None for a stream, and with `sample_rate`.
         start: the step that `iter` begins with.
         steps: batches in all epochs; None if endless or unknown.
     """
@@ -91,12 +91,12 @@ def batches(
     start: int = 0,
     epochs: int | None = None,
     shuffle: bool = True,
-    last: Last = "drop",
+    remainder: Remainder = "drop",
     collate: Collate | None = None,
     workers: int = 0,
     prefetch: int = 2,
     pad: Pad | None = None,
-    rate: float | None = None,
+    sample_rate: float | None = None,
     sampler: Sampler | None = None,
 ) -> Batches:
     """Batches of rows, sharded over mesh axes, in an order that depends only on seed and step.
@@ -119,8 +119,8 @@ def batches(
         start: the step that `iter` begins with.
         epochs: how often every row is read; None is for ever.
         shuffle: whether each epoch has its own random order instead of the source's.
-        last: what happens if the rows of an epoch do not fill its last batch: `"drop"` leaves them out; `"pad"` repeats
-            some to fill it, and adds to every batch a mask, bool `[rows]`, False for the repeated rows: as
+        remainder: what happens if the rows of an epoch do not fill its last batch: `"drop"` leaves them out; `"pad"`
+            repeats some to fill it, and adds to every batch a mask, bool `[rows]`, False for the repeated rows: as
             `batch["mask"]` of a dict, else as the last item of a tuple; `"wrap"` continues with the next epoch.
         collate: makes a batch of a list of rows; default: torch's `default_collate`. Its random numbers depend on the
             step and on the rank's place.
@@ -131,20 +131,20 @@ def batches(
             to the longest row of a rank. None: an error. `"ranks"`: pads at the ends to the longest of all ranks:
             `labels` with -100, `attention_mask` and `token_type_ids` with 0, `input_ids` with what `collate.tokenizer`
             pads with, and likewise keys that end in `_` and one of these names. A dict: the same, with values of your
-            own by a leaf's last key: `{"input_ids": 0}`. `"own"`: each rank keeps its own lengths, for a step with
+            own by a leaf's last key: `{"input_ids": 0}`. `"none"`: each rank keeps its own lengths, for a step with
             `in_specs=...`.
-        rate: for Poisson sampling, as differential privacy asks for: the probability, above 0 and at most 1, with which
-            each row is in a step's batch, independently of other rows and steps. Then `batch` is the most rows that a
-            step may have: what is missing is filled up with row 0, spread over all ranks, and every batch has a mask as
-            with `last="pad"`. A sample that is larger is an error at its step; `batch` must be so large that this has a
-            probability of at most 1e-9 a step. Samples depend on the seed and the step, and not on `batch`. They go on
-            for ever: `epochs`, `shuffle` and `last` are left out, and the source is no stream. Each step takes about 7
-            ns for each row of the source, on every rank. Random numbers in a data set's code depend on seed, step and
-            row.
+        sample_rate: for Poisson sampling, as differential privacy asks for: the probability, above 0 and at most 1,
+            with which each row is in a step's batch, independently of other rows and steps. Then `batch` is the most
+            rows that a step may have: what is missing is filled up with row 0, spread over all ranks, and every batch
+            has a mask as with `remainder="pad"`. A sample that is larger is an error at its step; `batch` must be so
+            large that this has a probability of at most 1e-9 a step. Samples depend on the seed and the step, and not
+            on `batch`. They go on for ever: `epochs`, `shuffle` and `remainder` are left out, and the source is no
+            stream. Each step takes about 7 ns for each row of the source, on every rank. Random numbers in a data set's
+            code depend on seed, step and row.
 
         sampler: in place of `shuffle`, a function of the epoch's number that gives the numbers of its rows, in order,
             such as rows drawn with weights: as many in each epoch, and the same on all ranks and in a run that resumes.
-            It is called again for each epoch, by workers too. Not of a stream, nor with `rate`.
+            It is called again for each epoch, by workers too. Not of a stream, nor with `sample_rate`.
 
     Returns:
         A `Batches`.
@@ -164,12 +164,12 @@ def batches(
             start,
             epochs,
             shuffle,
-            last,
+            remainder,
             collate,
             workers,
             prefetch,
             lengths,
-            rate,
+            sample_rate,
             sampler,
         )
     values = {
@@ -188,8 +188,8 @@ def batches(
 
 def _make_batches(
     source: Any, mesh: DeviceMesh, axes: Any, batch: int, seed: int, start: int, epochs: int | None, shuffle: bool,
-    last: Last, collate: Collate | None, workers: int, prefetch: int, lengths: Lengths | None, rate: float | None,
-    sampler: Sampler | None,
+    remainder: Remainder, collate: Collate | None, workers: int, prefetch: int, lengths: Lengths | None,
+    sample_rate: float | None, sampler: Sampler | None,
 ) -> tuple[Batches, list[str]]:  # fmt: skip
     """The batches, and a line for each fact about their source."""
     axes = axes_of(axes, mesh, NAME)
@@ -198,45 +198,47 @@ def _make_batches(
     if epochs is not None:
         check_integer(NAME, "epochs", epochs, 1)
     check_integer(NAME, "start", start, 0)
-    if last not in get_args(Last):
-        raise ValueError(f"{NAME}: last={last!r}; what becomes of an epoch's last rows is one of {get_args(Last)}")
+    if remainder not in get_args(Remainder):
+        raise ValueError(
+            f"{NAME}: remainder={remainder!r}; what becomes of an epoch's last rows is one of {get_args(Remainder)}"
+        )
     if collate is not None and not callable(collate):
         raise TypeError(f"{NAME}: collate must be a function of a list of rows, got {collate!r}")
     if type(shuffle) is not bool:
         raise TypeError(f"{NAME}: shuffle must be True or False, got {shuffle!r}")
-    if rate is not None:
-        _check_rate(rate, source, shuffle and last == "drop" and epochs is None)
+    if sample_rate is not None:
+        _check_rate(sample_rate, source, shuffle and remainder == "drop" and epochs is None)
     seed = int_seed(seed)
     group = peers(mesh, axes, NAME, lengths, unequal=isinstance(source, Stream))
     size = portion(batch, max(group.places) + 1, axes)
     first = group.places[group.ranks.index(dist.get_rank())] * size
-    identity: dict[str, str | int] = {"seed": seed, "batch": batch, "shuffle": int(shuffle), "last": last}
+    identity: dict[str, str | int] = {"seed": seed, "batch": batch, "shuffle": int(shuffle), "remainder": remainder}
     device = device_of(mesh)
-    if sampler is not None and (not callable(sampler) or rate is not None or isinstance(source, Stream)):
+    if sampler is not None and (not callable(sampler) or sample_rate is not None or isinstance(source, Stream)):
         raise TypeError(
-            f"{NAME}: sampler must be a function of the epoch, without rate= and not for streams, got "
+            f"{NAME}: sampler must be a function of the epoch, without sample_rate= and not for streams, got "
             f"{type(sampler).__name__}"
         )
     if isinstance(source, Stream):
-        streamed = Streamed(source, seed, shuffle, last, epochs, batch, first, first + size, collate)
+        streamed = Streamed(source, seed, shuffle, remainder, epochs, batch, first, first + size, collate)
         identity["source"], facts = stream_facts(source)
         streamed.check(workers)
         reads = partial(streamed.open_batches, workers, prefetch, device)
         return Batches(axes, identity, None, start, None, group, reads), facts
     source = prepared(source)
-    order: Order | Sample = Order(len(source), batch, seed, shuffle, last, epochs)
+    order: Order | Sample = Order(len(source), batch, seed, shuffle, remainder, epochs)
     if sampler is not None:
         first_rows = chosen_rows(sampler, 0, len(source), None)
-        order = Sampled(len(first_rows), batch, seed, shuffle, last, epochs, sampler, len(source))
+        order = Sampled(len(first_rows), batch, seed, shuffle, remainder, epochs, sampler, len(source))
         identity["sampler"] = zlib.crc32(first_rows.tobytes())
-    if rate is not None:
-        order = Sample(len(source), batch, seed, float(rate))
-        identity = {"seed": seed, "rate": repr(order.rate)}
+    if sample_rate is not None:
+        order = Sample(len(source), batch, seed, float(sample_rate))
+        identity = {"seed": seed, "sample_rate": repr(order.sample_rate)}
         _check_room(order, max(group.places) + 1)
-    elif last == "drop" and batch > order.count:
+    elif remainder == "drop" and batch > order.count:
         raise ValueError(
-            f'{NAME}: batch={batch} rows a step, and the source has {order.count}: last="drop" leaves none. Say '
-            f'last="wrap" or "pad", or a smaller batch'
+            f'{NAME}: batch={batch} rows a step, and the source has {order.count}: remainder="drop" leaves none. Say '
+            f'remainder="wrap" or "pad", or a smaller batch'
         )
     reader = BatchReader(source, order, first, first + size, collate)
     digest, facts = sampled(source, seed)
@@ -260,29 +262,36 @@ def _reads(reader: BatchReader, workers: int, prefetch: int, device: torch.devic
             yield Read(State.BATCH, locked(batch, device))
 
 
-def _check_rate(rate: Any, source: Any, default: bool) -> None:
-    if isinstance(rate, bool) or not isinstance(rate, (int, float)):
+def _check_rate(sample_rate: Any, source: Any, default: bool) -> None:
+    if isinstance(sample_rate, bool) or not isinstance(sample_rate, (int, float)):
         raise TypeError(
-            f"{NAME}: rate must be the probability of each row at each step, a number, or None, got {rate!r}"
+            f"{NAME}: sample_rate must be the probability of each row at each step, a number, or None, got "
+            f"{sample_rate!r}"
         )
-    if not 0 < rate <= 1:
+    if not 0 < sample_rate <= 1:
         raise ValueError(
-            f"{NAME}: rate must be the probability of each row at each step, above 0, at most 1, got {rate!r}"
+            f"{NAME}: sample_rate must be the probability of each row at each step, above 0, at most 1, got "
+            f"{sample_rate!r}"
         )
     if not default:
-        raise ValueError(f"{NAME}: rate={rate!r} samples steps independently: leave out epochs=, shuffle= and last=")
+        raise ValueError(
+            f"{NAME}: sample_rate={sample_rate!r} samples steps independently: leave out epochs=, shuffle= and "
+            "remainder="
+        )
     if isinstance(source, Stream):
-        raise ValueError(f"{NAME}: rate={rate!r}; rows of a stream are not found by their numbers, so none is sampled")
+        raise ValueError(
+            f"{NAME}: sample_rate={sample_rate!r}; rows of a stream are not found by their numbers, so none is sampled"
+        )
 
 
 def _check_room(sample: Sample, places: int) -> None:
     """Raises ValueError if samples would often be larger than a batch."""
-    needed = sample_bound(sample.count, sample.rate)
+    needed = sample_bound(sample.count, sample.sample_rate)
     if sample.batch < needed:
         raise ValueError(
             f"{NAME}: batch={sample.batch} is the most rows that a step may have, and samples have "
-            f"{sample.count * sample.rate:.4g} on average, sometimes more: say batch={-(-needed // places) * places}, "
-            f"which is too few with a probability of at most {RARE:g} a step"
+            f"{sample.count * sample.sample_rate:.4g} on average, sometimes more: say "
+            f"batch={-(-needed // places) * places}, which is too few with a probability of at most {RARE:g} a step"
         )
 
 

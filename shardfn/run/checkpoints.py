@@ -15,7 +15,7 @@ from typing import Any
 from shardfn import checkpoint
 from shardfn.checkpoint.contents import contents
 from shardfn.checkpoint.folders import source_of
-from shardfn.checkpoint.saving import begin, finish
+from shardfn.checkpoint.saving import begin, wait_for_saves
 from shardfn.checkpoint.team import CheckpointError, RankGroup, team_of
 from shardfn.checkpoint.writing import Save
 from shardfn.quoting import findings
@@ -91,7 +91,7 @@ def loaded(path: Path, state: Any, origin: Origin) -> tuple[Any, dict[str, Any]]
         ValueError: it is of another run.
     """
     # The head is checked first: a checkpoint of another run must not overwrite the state.
-    finish()
+    wait_for_saves()
     group = team_of(grids(state), "run")
     head = group.run_and_gather(f"load {path}", lambda: _head(path) if group.rank == 0 else {})[0]
     origin.check(Origin(head["run.seed"], head["run.batches"]), path)

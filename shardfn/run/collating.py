@@ -18,7 +18,7 @@ from shardfn.transforms.fitting import written
 
 SIZES = 64  # at most so many dimensions of a batch are compared between ranks
 KNOWN = {"attention_mask": 0, "labels": -100, "token_type_ids": 0}  # as tokenizers of transformers pad
-Pad = Literal["ranks", "own"] | Mapping[Any, float]
+Pad = Literal["ranks", "none"] | Mapping[Any, float]
 
 
 @dataclass(frozen=True)
@@ -101,14 +101,14 @@ def lengths_of(pad: Any, collate: Any, name: str) -> Lengths | None:
     Raises:
         TypeError, ValueError: it has a value that is not allowed.
     """
-    if pad is None or (isinstance(pad, str) and pad == "own"):
+    if pad is None or (isinstance(pad, str) and pad == "none"):
         return None if pad is None else Lengths(None)
     if isinstance(pad, str) and pad == "ranks":
         return Lengths(_of_tokenizer(collate))
     if not isinstance(pad, Mapping):
         raise TypeError(
             f'{name}: pad must be "ranks", to the longest of all ranks; a dict of padding values by key; '
-            f'"own", for batches of different lengths; or None, got {pad!r}'
+            f'"none", for batches of different lengths; or None, got {pad!r}'
         )
     wrong = [
         key for key, value in pad.items() if not isinstance(value, (int, float)) or not isinstance(key, (str, int))
@@ -197,7 +197,8 @@ def masked(batch: Any, real: Any) -> Any:
     if isinstance(batch, Mapping):
         if "mask" in batch:
             raise ValueError(
-                'last="pad" and rate= add "mask", bool [rows], to dicts of rows, and these have a "mask": rename it'
+                'remainder="pad" and sample_rate= add "mask", bool [rows], to dicts of rows, and these have a "mask": '
+                "rename it"
             )
         return {**batch, "mask": mask}
     return (*batch, mask) if isinstance(batch, (tuple, list)) else (batch, mask)

@@ -110,14 +110,14 @@ def seconds_of(limit: float | timedelta | None, saves: bool) -> float | None:
         if not end:
             return None
         if not end.isdigit():
-            raise ValueError(f"sf.run.loop: SLURM_JOB_END_TIME={end!r} is not a time: unset it, or pass limit=")
+            raise ValueError(f"sf.run.loop: SLURM_JOB_END_TIME={end!r} is not a time: unset it, or pass time_limit=")
         return int(end) - time.time() + time.monotonic() - process_start()
     if isinstance(limit, timedelta):
         limit = limit.total_seconds()
     if isinstance(limit, bool) or not isinstance(limit, (int, float)):
-        raise TypeError(f"sf.run.loop: limit must be seconds or a timedelta, got {limit!r}")
+        raise TypeError(f"sf.run.loop: time_limit must be seconds or a timedelta, got {limit!r}")
     if not limit > 0:
-        raise ValueError(f"sf.run.loop: limit must be more than 0 seconds, got {limit!r}")
+        raise ValueError(f"sf.run.loop: time_limit must be more than 0 seconds, got {limit!r}")
     return float(limit)
 
 

@@ -45,17 +45,17 @@ def loop(
     steps: int,
     start: int = 0,
     save: str | os.PathLike[str] | None = None,
-    every: int | None = None,
-    keep: int | None = None,
+    save_every: int | None = None,
+    keep_last: int | None = None,
     best: str | tuple[str, str] | None = None,
     resume: Resume = True,
     evaluate: Evaluation | Mapping[str, Evaluation] | None = None,
     stop: Stop | None = None,
     report: Report | Sequence[Report] | None = None,
     seed: int = 0,
-    limit: float | timedelta | None = None,
+    time_limit: float | timedelta | None = None,
     flops: float | None = None,
-    peak: float | None = None,
+    peak_flops: float | None = None,
 ) -> tuple[State, Run]:
     """Runs a pure step on one batch after another, on all ranks of the state's mesh together.
 
@@ -66,10 +66,10 @@ def loop(
     among those that read different rows. On another number of ranks, rows are the same, but random numbers are not.
 
     SIGTERM and SIGUSR1 stop the run: whichever rank got the signal, all stop after the same step, save, and return. A
-    second signal ends the process at once, unless it comes within two seconds. A run also stops before `limit`, leaving
-    one and a half times as long for a checkpoint as the slowest one took, or two and a half if one is being written.
-    The program should then end, with a status other than 0, as in `sys.exit(75)`, so that whatever started it knows
-    that the run is not over.
+    second signal ends the process at once, unless it comes within two seconds. A run also stops before `time_limit`,
+    leaving one and a half times as long for a checkpoint as the slowest one took, or two and a half if one is being
+    written. The program should then end, with a status other than 0, as in `sys.exit(75)`, so that whatever started it
+    knows that the run is not over.
 
     Metrics are read two steps late, so the host never waits for the device in a steady step. Before each checkpoint all
     are read, and the state is searched: one with nan is never written.
@@ -85,10 +85,10 @@ def loop(
             dict of plain values that must be the same when the run resumes. Without `save`, an iterable will do.
         steps: number of the last step.
         start: how many steps the state has taken before, in a run that does not resume from a checkpoint in `save`.
-        save: a folder for the run's checkpoints: at its beginning, every `every` steps, and at its end.
-        every: steps between two checkpoints, which are written in the background.
-        keep: how many of the newest stay; None for all. Only checkpoints made by runs there, as `step-00000500`, are
-            deleted; links, and checkpoints under other names, stay.
+        save: a folder for the run's checkpoints: at its beginning, every `save_every` steps, and at its end.
+        save_every: steps between two checkpoints, which are written in the background.
+        keep_last: how many of the newest stay; None for all. Only checkpoints made by runs there, as `step-00000500`,
+            are deleted; links, and checkpoints under other names, stay.
         best: a metric, `"eval/loss"`, or `("eval/accuracy", "highest")`: the checkpoint of the step where it is lowest,
             or highest, stays too.
         resume: True: resume from the newest checkpoint in `save`, if there is one; it is an error if that is incomplete
@@ -104,10 +104,10 @@ def loop(
             `sf.run.progress()`; `[]` for none. Its methods, if it has them: `begin(step, steps)`, `end()`,
             `resumed(path, step)`, and `saved(path, step)` for each checkpoint that is complete, as to upload it.
         seed: of the random numbers of steps.
-        limit: seconds, or a timedelta, from the start of the process until it must have ended. Default: with `save`,
-            the end of the job in SLURM_JOB_END_TIME, if set.
+        time_limit: seconds, or a timedelta, from the start of the process until it must have ended. Default: with
+            `save`, the end of the job in SLURM_JOB_END_TIME, if set.
         flops: floating point operations of one step on all ranks together, for `tflops` per device and `mfu`.
-        peak: peak floating point operations a second of one device; default: looked up by the device's name.
+        peak_flops: peak floating point operations a second of one device; default: looked up by the device's name.
 
     Returns:
         The state, and a `Run`: the step that was reached, why it ended, and the metrics by step.
@@ -123,12 +123,12 @@ def loop(
             another folder, in which this one would save results of a half-trained state.
 
     Example:
-        ``state, run = sf.run.loop(step, state, batches, steps=10_000, save="runs/1", every=500, keep=3)``
+        ``state, run = sf.run.loop(step, state, batches, steps=10_000, save="runs/1", save_every=500, keep_last=3)``
     """
     group = team_of(grids(state), "run")
-    arguments = {"steps": steps, "start": start, "save": save, "every": every, "keep": keep, "best": best,
-                 "resume": resume, "evaluate": evaluate, "stop": stop, "report": report, "seed": seed, "limit": limit,
-                 "flops": flops, "peak": peak}  # fmt: skip
+    arguments = {"steps": steps, "start": start, "save": save, "save_every": save_every, "keep_last": keep_last,
+                 "best": best, "resume": resume, "evaluate": evaluate, "stop": stop, "report": report, "seed": seed,
+                 "time_limit": time_limit, "flops": flops, "peak_flops": peak_flops}  # fmt: skip
     where, places, options = _check_options(group, step, state, batches, arguments)
     run = LoopState(
         team=group,
@@ -137,10 +137,10 @@ def loop(
         stepping=Stepping(step, batches, options.seed, where, options.steps, options.numbered),
         exchange=WordExchange(group),
         reports=Reports(options.reports if group.rank == 0 else ()),
-        figures=StepFigures(options.flops, options.peak, group.size, places),
+        figures=StepFigures(options.flops, options.peak_flops, group.size, places),
         saver=_new_saver(options),
     )
-    with Interrupts(options.limit, options.save) as interrupts:
+    with Interrupts(options.time_limit, options.save) as interrupts:
         run.interrupts = interrupts
         try:
             state, first, path = _start(run, state)
@@ -175,7 +175,7 @@ def loop(
 def _new_saver(options: LoopOptions) -> Saver | None:
     if options.save is None:
         return None
-    return Saver(options.save, Keeping(options.keep, options.best), Origin(options.seed, options.identity))
+    return Saver(options.save, Keeping(options.keep_last, options.best), Origin(options.seed, options.identity))
 
 
 def _check_options(
@@ -496,7 +496,7 @@ class LoopState:
 
     def saves(self, step: int) -> bool:
         """Whether a checkpoint follows a step."""
-        interval = self.asked.every
+        interval = self.asked.save_every
         return self.saver is not None and (step == self.asked.steps or (interval is not None and step % interval == 0))
 
     def due(self, step: int) -> bool:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from shardfn.shards.random import mixed
 
-Last = Literal["drop", "pad", "wrap"]
+Remainder = Literal["drop", "pad", "wrap"]
 Numbers = NDArray[np.int64]
 Sampler = Callable[[int], Iterable[int]]
 ROUNDS = 16  # half-rounds: with 8, the orders of a few rows are not equally likely
@@ -48,7 +48,7 @@ class Order:
         batch: rows of a step, on all ranks together.
         seed: of the shuffling.
         shuffle: whether each epoch has its own random order instead of the source's.
-        last: what happens if the rows of an epoch do not fill its last batch.
+        remainder: what happens if the rows of an epoch do not fill its last batch.
         epochs: how often every row is read; None is for ever.
     """
 
@@ -56,25 +56,25 @@ class Order:
     batch: int
     seed: int
     shuffle: bool = True
-    last: Last = "drop"
+    remainder: Remainder = "drop"
     epochs: int | None = None
 
     @property
     def masked(self) -> bool:
         """Whether some rows only fill a batch, so that it says which are real."""
-        return self.last == "pad"
+        return self.remainder == "pad"
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches of an epoch; rounded up with `last="wrap"`, where batches span epochs, and `last="pad"`."""
-        return self.count // self.batch if self.last == "drop" else -(-self.count // self.batch)
+        """Batches of an epoch; rounded up with `remainder="wrap"`, where batches span epochs, and `remainder="pad"`."""
+        return self.count // self.batch if self.remainder == "drop" else -(-self.count // self.batch)
 
     @property
     def steps(self) -> int | None:
         """Number of batches in all epochs; None is for ever."""
         if self.epochs is None:
             return None
-        if self.last == "wrap":
+        if self.remainder == "wrap":
             return -(-self.count * self.epochs // self.batch)
         return self.steps_per_epoch * self.epochs
 
@@ -82,7 +82,7 @@ class Order:
         """Rows `first` to `stop` of the batches of `steps` steps from `step` on, one after the other."""
         row_offsets = np.arange(first, stop, dtype=np.int64)
         step_offsets = np.arange(steps, dtype=np.int64)
-        if self.last == "wrap":
+        if self.remainder == "wrap":
             places = ((step + step_offsets)[:, None] * self.batch + row_offsets).ravel()
             epochs, offsets = places // self.count, places % self.count
             return StepRows(self._rows(epochs, offsets), epochs, np.ones(len(offsets), bool))
@@ -191,13 +191,13 @@ class Sample:
         count: rows of the source.
         batch: rows of a step with those that fill it, on all ranks together.
         seed: of the sampling.
-        rate: the probability of each row, at each step.
+        sample_rate: the probability of each row, at each step.
     """
 
     count: int
     batch: int
     seed: int
-    rate: float
+    sample_rate: float
 
     masked = True
     steps = None
@@ -207,7 +207,7 @@ class Sample:
         """The numbers of the rows that a step has, ascending, int64."""
         hashed = hashlib.blake2b(repr((self.seed, "sample", step)).encode(), digest_size=16).digest()
         stream = np.random.Philox(key=np.frombuffer(hashed, np.dtype("<u8")).astype(np.uint64))
-        below = np.uint64(math.floor(self.rate * 2**BITS))
+        below = np.uint64(math.floor(self.sample_rate * 2**BITS))
         chunks = []
         for first in range(0, self.count, AT_A_TIME):
             random_bits = stream.random_raw(min(AT_A_TIME, self.count - first)) >> np.uint64(64 - BITS)

@@ -126,7 +126,7 @@ def prepared(source: Any) -> Any:
         raise TypeError(
             f"{NAME}: source must be a data set with __len__ and __getitem__, got {class_name}. For files of rows "
             f"pass sf.run.Stream(files, read, lanes=...); iterate a loader of yours directly, or as "
-            f"sf.run.checked(loader, mesh, axes)"
+            f"sf.run.check_loader(loader, mesh, axes)"
         )
     if len(source) == 0:
         raise ValueError(f"{NAME}: the source, of type {class_name}, has no rows")

@@ -23,7 +23,7 @@ from shardfn.quoting import listed, short
 from shardfn.run.batch_consistency import Read, State
 from shardfn.run.collating import Collate, digest, joined, masked
 from shardfn.run.feeding import ahead, locked, owned
-from shardfn.run.order import Last, permuted
+from shardfn.run.order import Remainder, permuted
 from shardfn.run.randomness import lent_generators, seed_host
 from shardfn.run.sources import NAME, by_workers, collated_copy
 from shardfn.shards.random import mixed
@@ -106,7 +106,7 @@ class Streamed:
     stream: Stream
     seed: int
     shuffle: bool
-    last: Last
+    remainder: Remainder
     epochs: int | None
     batch: int
     first: int
@@ -172,7 +172,7 @@ class Streamed:
                 yield State.END, None
                 return
             real = [is_real for _, is_real in pairs]
-            masked_batch = masked(batch, np.array(real)) if self.last == "pad" else batch
+            masked_batch = masked(batch, np.array(real)) if self.remainder == "pad" else batch
             yield State.BATCH if any(real) else State.FILLED, masked_batch
 
     def _collated(self, rows: list[Any], step: int, lanes: range) -> Any:
@@ -194,18 +194,18 @@ class Lane:
     def __init__(self, streamed: Streamed, number: int, rows_per_step: int, part: slice, start: int) -> None:
         self.whole, self.stream, self.number = streamed, streamed.stream, number
         self.each, self.part = rows_per_step, part
-        self._rows = self.rows(start * rows_per_step, None if streamed.last == "wrap" else streamed.epochs)
+        self._rows = self.rows(start * rows_per_step, None if streamed.remainder == "wrap" else streamed.epochs)
         self._filler: tuple[Any, int] | None = None
 
     def next_rows(self) -> list[tuple[Any, bool]] | None:
-        """This rank's rows of the next step, and whether each is real; fills up after the end as `last` says.
+        """This rank's rows of the next step, and whether each is real; fills up after the end as `remainder` says.
 
         None if the step has no batch.
         """
         rows, epochs = [], self.whole.epochs
         for _ in range(self.each):
             next_row = next(self._rows, None)
-            if next_row is None and self.whole.last == "drop":
+            if next_row is None and self.whole.remainder == "drop":
                 return None
             row, epoch = next_row or self._filled()
             rows.append((row, epochs is None or epoch < epochs))

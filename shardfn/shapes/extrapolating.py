@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardfn.plans.machines import Chip, Links
-from shardfn.plans.plan import Plan
+from shardfn.plans.plan import StepPlan
 from shardfn.plans.timeline import Timeline
 from shardfn.shapes.settings import Setting, planned
 from shardfn.shapes.sizes import Shape
@@ -49,7 +49,7 @@ class PlanFigures:
         return sum(self.peak.values())
 
 
-def figures(plan: Plan, timeline: Timeline) -> PlanFigures:
+def figures(plan: StepPlan, timeline: Timeline) -> PlanFigures:
     """Returns the figures of a plan."""
     return PlanFigures(
         peak={kind: count for kind, count in plan.peak.kinds.items() if count},
@@ -67,7 +67,7 @@ def extrapolated(shape: Shape, setting: Setting, links: Links | str, chip: Chip 
     Bytes are those of the whole plan; seconds too, as far as each block takes as long as the one before it.
 
     Raises:
-        ValueError, RuntimeError: as `planned` and `Plan.timed`.
+        ValueError, RuntimeError: as `planned` and `StepPlan.timed`.
     """
     # How many blocks at each end need not be like those between: gathers run ahead, and gradients are reduced later;
     # what leaves the device is there until copies have ended, some operations later.
@@ -104,13 +104,13 @@ def extrapolated(shape: Shape, setting: Setting, links: Links | str, chip: Chip 
 
 
 @functools.lru_cache(64)
-def _shallow(shape: Shape, setting: tuple[tuple[str, Any], ...]) -> Plan:
+def _shallow(shape: Shape, setting: tuple[tuple[str, Any], ...]) -> StepPlan:
     """The plan for a setting's items, of which those that are dicts are tuples of items, so that it is a key."""
     facts: dict[str, Any] = {name: dict(x) if isinstance(x, tuple) else x for name, x in setting}
     return planned(shape, Setting(**facts))
 
 
-def _peaks(plan: Plan, near: int) -> dict[tuple[object, ...], Counter[str]]:
+def _peaks(plan: StepPlan, near: int) -> dict[tuple[object, ...], Counter[str]]:
     """Returns the largest of what is held, by place: the phase, and the stage by its distance from an end."""
     numbers = [int(match[1]) for work in plan.works if (match := re.search(r"blocks\.(\d+)", work.stage))]
     depth, found = max(numbers) + 1, dict[tuple[object, ...], Counter[str]]()

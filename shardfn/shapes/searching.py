@@ -63,11 +63,11 @@ def search(
     Args:
         shape: of the model.
         ranks: number of ranks.
-        memory: of a device, as `Plan.fits` takes it.
+        memory: of a device, as `StepPlan.fits` takes it.
         base: what is the same in all: sequence, dtypes, optimizer, ranks on a node. Its mesh does not matter.
-        links: as for `Plan.timed`.
-        chip: as for `Plan.timed`.
-        reserve: as for `Plan.fits`.
+        links: as for `StepPlan.timed`.
+        chip: as for `StepPlan.timed`.
+        reserve: as for `StepPlan.fits`.
         batches: sequences for each group of ranks that share matrices, growing.
         told: is called with each that was tried.
 

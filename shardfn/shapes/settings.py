@@ -19,8 +19,8 @@ from shardfn.collectives.functional import psum
 from shardfn.mesh.make import make_mesh
 from shardfn.mesh.spec import P
 from shardfn.optim.optimizer import Optimizer
-from shardfn.plans.plan import Plan
-from shardfn.plans.planning import plan, planning
+from shardfn.plans.plan import StepPlan
+from shardfn.plans.planning import plan_mode, plan_step
 from shardfn.quoting import listed, short
 from shardfn.shapes import transformer
 from shardfn.shapes.sizes import Shape
@@ -104,7 +104,7 @@ class Setting:
         return ", ".join([f"{self.strategy} on {axes}", f"batch={self.batch}", *more])
 
 
-def planned(shape: Shape, setting: Setting, rank: int = 0) -> Plan:
+def planned(shape: Shape, setting: Setting, rank: int = 0) -> StepPlan:
     """Plans a step that trains a known model: forward, backward and update.
 
     Raises:
@@ -132,7 +132,7 @@ def planned(shape: Shape, setting: Setting, rank: int = 0) -> Plan:
     return _planned(shape.name, length, setting, rank, build)
 
 
-def planned_config(path: Path, setting: Setting, rank: int = 0) -> Plan:
+def planned_config(path: Path, setting: Setting, rank: int = 0) -> StepPlan:
     """Plans a step that trains the causal language model of a Hugging Face configuration, as its module computes it.
 
     Args:
@@ -193,7 +193,7 @@ def planned_config(path: Path, setting: Setting, rank: int = 0) -> Plan:
     return _planned(name, length, setting, rank, build)
 
 
-def _planned(name: str, length: int, setting: Setting, rank: int, build: Callable[..., Any]) -> Plan:
+def _planned(name: str, length: int, setting: Setting, rank: int, build: Callable[..., Any]) -> StepPlan:
     """Plans a step of a model, of which `build` makes the trained tree, the frozen tree and the loss."""
     placement, dtype = setting.placement(), dtype_of(setting.dtype)
     if setting.optimizer not in OPTIMIZERS:
@@ -202,7 +202,7 @@ def _planned(name: str, length: int, setting: Setting, rank: int, build: Callabl
         raise ValueError(f"a batch of {setting.batch} cannot be split into {setting.micro} equal micro-batches")
     optimizer: Optimizer = getattr(optim, setting.optimizer)(1e-4)
     remat = {"off": False, "on": True, "offload": "offload"}[setting.remat]
-    with planning(setting.ranks, rank, per_node=setting.per_node) as device:
+    with plan_mode(setting.ranks, rank, per_node=setting.per_node) as device:
         axes: dict[str, Any] = dict(setting.mesh)
         mesh = make_mesh(**axes)
         params, frozen, loss = build(mesh, placement, remat=remat, gather_dtype=dtype, input_dtype=dtype)
@@ -220,7 +220,7 @@ def _planned(name: str, length: int, setting: Setting, rank: int, build: Callabl
             return value, *optimizer.step(params, grads, state)
 
         tokens = torch.zeros(setting.batch, length, dtype=torch.int64, device=device.name)
-        return replace(plan(step, params, state, frozen, tokens, tokens.clone()), name=name)
+        return replace(plan_step(step, params, state, frozen, tokens, tokens.clone()), name=name)
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -152,7 +152,9 @@ def _mixed(shape: Shape, p: Params, h: Tensor) -> Tensor:
     tokens = h.flatten(0, 1)[None]
     routing = parallel.route(tokens, p["router"], shape.chosen)
     capacity = -(-tokens.shape[1] * shape.chosen // shape.experts)
-    mixed = parallel.mixture(lambda q, x: _fed(shape, q, x), p["experts"], tokens, routing, capacity=capacity)
+    mixed = parallel.mixture_of_experts(
+        lambda q, x: _fed(shape, q, x), p["experts"], tokens, routing, capacity=capacity
+    )
     return mixed.view_as(h)
 
 

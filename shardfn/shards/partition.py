@@ -25,7 +25,7 @@ def partition(tree: Any, predicate: Which) -> tuple[Any, Any]:
     """Two trees of one structure: the chosen parameters, and the rest, each with None in place of the other's leaves.
 
     Gradients, an optimizer's `init` and its `step` leave None out, so parameters that are not passed to them are
-    frozen: they have no gradients and no state. `torch.func` raises an error for a None: see `pruned`.
+    frozen: they have no gradients and no state. `torch.func` raises an error for a None: see `flatten_by_path`.
 
     Args:
         tree: a pytree of tensors, flat shards and anything else, which goes to the rest.
@@ -60,7 +60,7 @@ def combine(*trees: Any) -> Any:
 
     Args:
         *trees: trees of one structure, at most one of them with a leaf at each place, the others with None there. All
-            but one may be `pruned`.
+            but one may be `flatten_by_path`.
 
     Raises:
         ValueError: trees of different structures; two trees have a leaf at the same place.
@@ -85,7 +85,7 @@ def combine(*trees: Any) -> Any:
     return optree.tree_unflatten(full.spec, leaves)
 
 
-def pruned(tree: Any) -> dict[str, Any]:
+def flatten_by_path(tree: Any) -> dict[str, Any]:
     """The leaves of a tree by path, in a dict without entries for None; `combine` puts them back.
 
     All registries of pytrees know dicts, so `torch.func.jvp`, `vjp` and `vmap` accept the chosen tree of `partition` in
@@ -104,15 +104,15 @@ def pruned(tree: Any) -> dict[str, Any]:
         >>> import torch
         >>> tree = {"layers": [torch.ones(1), torch.zeros(1)]}
         >>> chosen, rest = partition(tree, lambda path, shape: path == "layers.1")
-        >>> pruned(chosen)
+        >>> flatten_by_path(chosen)
         {'layers.1': tensor([0.])}
-        >>> combine(pruned(chosen), rest)
+        >>> combine(flatten_by_path(chosen), rest)
         {'layers': [tensor([1.]), tensor([0.])]}
     """
     places = _places(tree)
     twice = [path for path, times in Counter(places.paths).items() if times > 1]
     if twice:
-        raise ValueError(f"pruned: two places in the tree have the path {twice[0]!r}: give a key another name")
+        raise ValueError(f"flatten_by_path: two places in the tree have the path {twice[0]!r}: give a key another name")
     return {path: leaf for path, leaf in zip(places.paths, places.leaves, strict=True) if leaf is not None}
 
 
@@ -126,7 +126,7 @@ def with_leaves(leaves: Sequence[T], indices: Iterable[int], replacements: Itera
 
 @dataclass(frozen=True)
 class _FlatTree:
-    """A flattened tree, in which None is a leaf; `by_path` says whether it may be a dict that `pruned` made."""
+    """A flattened tree, in which None is a leaf; `by_path` says whether it may be a dict by `flatten_by_path`."""
 
     tree: Any
     paths: list[str]

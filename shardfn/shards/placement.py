@@ -50,8 +50,8 @@ class Placement:
             first, then some of `replicas`. Default: `axes`.
         hierarchical: whether to gather one axis after another, starting with the last, with the slowest links.
         only_at: positions of axes; only ranks there hold the parameters, such as `(("pipe", 1),)`; see `at`.
-        gather: format in which floating-point parameters are sent, such as `quant.int8()`; see `stage`.
-        reduce: format in which their gradients are sent.
+        gather_format: format in which floating-point parameters are sent, such as `quant.int8()`; see `stage`.
+        reduce_format: format in which their gradients are sent.
         tiers: where parameters, gradients and optimizer state are kept; see `on`.
 
     Raises:
@@ -68,8 +68,8 @@ class Placement:
     gradients: tuple[str, ...]
     hierarchical: bool
     only_at: tuple[tuple[str, int], ...]
-    gather: Format | None
-    reduce: Format | None
+    gather_format: Format | None
+    reduce_format: Format | None
     tiers: Tiers
 
     def __init__(
@@ -81,8 +81,8 @@ class Placement:
         gradients: AxisName | None = None,
         hierarchical: bool = False,
         only_at: tuple[tuple[str, int], ...] = (),
-        gather: Format | None = None,
-        reduce: Format | None = None,
+        gather_format: Format | None = None,
+        reduce_format: Format | None = None,
         tiers: Tiers = Tiers(),  # noqa: B008
     ) -> None:
         for name, value in {
@@ -92,8 +92,8 @@ class Placement:
             "gradients": _names("gradients", axes if gradients is None else gradients),
             "hierarchical": bool(hierarchical),
             "only_at": tuple(only_at),
-            "gather": gather,
-            "reduce": reduce,
+            "gather_format": gather_format,
+            "reduce_format": reduce_format,
             "tiers": Tiers(*tiers),
         }.items():
             object.__setattr__(self, name, value)
@@ -101,7 +101,7 @@ class Placement:
 
     def _check(self) -> None:
         names = (*self.axes, *self.replicas, *self.only_at_axes)
-        for name in ("gather", "reduce"):
+        for name in ("gather_format", "reduce_format"):
             check_format(getattr(self, name), f"a strategy's {name}")
         twice = [name for name in names if names.count(name) > 1]
         if twice:
@@ -140,7 +140,12 @@ class Placement:
             return self
         replicas = tuple(name for name in self.replicas if name not in self.gradients)
         return Placement(
-            self.gradients, replicas, only_at=self.only_at, gather=self.gather, reduce=self.reduce, tiers=self.tiers
+            self.gradients,
+            replicas,
+            only_at=self.only_at,
+            gather_format=self.gather_format,
+            reduce_format=self.reduce_format,
+            tiers=self.tiers,
         )
 
     def only_on(self, **positions: int) -> Placement:
@@ -414,7 +419,7 @@ def hpz(*, shard: AxisName, replica: AxisName) -> Placement:
 
 @_by_name
 def zeropp(
-    *, shard: AxisName, replica: AxisName, gather: Format | None = None, reduce: Format | None = None
+    *, shard: AxisName, replica: AxisName, gather_format: Format | None = None, reduce_format: Format | None = None
 ) -> Placement:
     """As `hpz`, with quantized communication (ZeRO++): parameters in 8 bits, gradients in 4.
 
@@ -425,8 +430,8 @@ def zeropp(
     Args:
         shard: the axes with fast links.
         replica: the other axes.
-        gather: format of parameters. Default: `quant.int8(256)`, 1.02 bytes each (qwZ).
-        reduce: format of gradients. Default: `quant.int4(64)`, 0.56 bytes each (qgZ).
+        gather_format: format of parameters. Default: `quant.int8(256)`, 1.02 bytes each (qwZ).
+        reduce_format: format of gradients. Default: `quant.int4(64)`, 0.56 bytes each (qgZ).
 
     Returns:
         The placement, for `shard`.
@@ -435,10 +440,14 @@ def zeropp(
         Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", 2023.
 
     Example:
-        >>> zeropp(shard="shard", replica="replica").reduce
+        >>> zeropp(shard="shard", replica="replica").reduce_format
         Format(name='int4', block=64, double=False)
     """
-    return replace(hpz(shard=shard, replica=replica), gather=gather or int8(256), reduce=reduce or int4(64))
+    return replace(
+        hpz(shard=shard, replica=replica),
+        gather_format=gather_format or int8(256),
+        reduce_format=reduce_format or int4(64),
+    )
 
 
 def mics(shard: AxisName, *, replica: AxisName = ()) -> Placement:
@@ -462,7 +471,7 @@ def mics(shard: AxisName, *, replica: AxisName = ()) -> Placement:
     return Placement(axes=as_names(shard), replicas=as_names(replica), hierarchical=True)
 
 
-def uncut(strategy: Strategy, below: int) -> Callable[[str, tuple[int, ...]], Placement]:
+def replicate_small(strategy: Strategy, below: int) -> Callable[[str, tuple[int, ...]], Placement]:
     """A strategy that replicates parameters of fewer than `below` elements on every rank, as `ddp` does.
 
     In each stage they form a separate buffer, which is never gathered, and whose gradient is all-reduced.
@@ -478,11 +487,14 @@ def uncut(strategy: Strategy, below: int) -> Callable[[str, tuple[int, ...]], Pl
         TypeError: `strategy` is not a strategy.
 
     Example:
-        >>> uncut(full_shard("shard"), below=100)("norm.weight", (64,)) == ddp("shard")
+        >>> replicate_small(full_shard("shard"), below=100)("norm.weight", (64,)) == ddp("shard")
         True
     """
     if not isinstance(strategy, Placement) and not callable(strategy):
-        raise TypeError(f'uncut: {strategy!r} is not a strategy; write uncut(full_shard("shard"), below={below})')
+        raise TypeError(
+            f'replicate_small: {strategy!r} is not a strategy; write replicate_small(full_shard("shard"), '
+            f"below={below})"
+        )
 
     def rule(path: str, shape: tuple[int, ...]) -> Placement:
         chosen = strategy if isinstance(strategy, Placement) else strategy(path, shape)

@@ -19,7 +19,7 @@ from shardfn.tracebacks import api_boundary
 
 
 @api_boundary
-def put(tree: Any, tier: Tier) -> Any:
+def to_tier(tree: Any, tier: Tier) -> Any:
     """The same tree with its shards' values on a memory tier, as `jax.device_put` to a memory kind.
 
     Shards move one after another, so at most one of them exists twice at a time. Only values move: a strategy still
@@ -42,15 +42,15 @@ def put(tree: Any, tier: Tier) -> Any:
         NotImplementedError: a transform or autograd tracks the values.
 
     Example:
-        ``waiting = put((params, state), "disk")``, and later ``params, state = put(waiting, "device")``
+        ``waiting = to_tier((params, state), "disk")``, and later ``params, state = to_tier(waiting, "device")``
     """
     if isinstance(tree, str):
         raise TypeError(
-            f"put({short(repr(tree))}, ...): the tree comes first, and its tier after it: put(params, "
+            f"to_tier({short(repr(tree))}, ...): the tree comes first, and its tier after it: to_tier(params, "
             f"{short(repr(tree))})"
         )
     if tier not in get_args(Tier):
-        raise ValueError(f'put: tier={tier!r}; a tier is "device", "host" or "disk"')
+        raise ValueError(f'to_tier: tier={tier!r}; a tier is "device", "host" or "disk"')
     moved: dict[int, Tensor] = {}  # by id: one tensor at several places stays one
 
     def put_one(node: Any) -> Any:
@@ -59,7 +59,7 @@ def put(tree: Any, tier: Tier) -> Any:
         x, layout = node.values, node.layout
         _refuse_followed(x, layout)
         if id(x) not in moved:
-            new = placing.put(x, tier, "values", mesh_of(layout.grid, f"put: stage {layout.stage!r}"))
+            new = placing.put(x, tier, "values", mesh_of(layout.grid, f"to_tier: stage {layout.stage!r}"))
             moved[id(x)] = new if new is x else new.requires_grad_(x.requires_grad)
         return optree.tree_map(lambda _: moved[id(x)], node)
 
@@ -79,6 +79,6 @@ def _refuse_followed(x: Tensor, layout: Layout) -> None:
     if followed or x.is_meta:
         reason = f"they carry a {' and a '.join(sorted(followed))}" if followed else "they are on the device meta"
     raise NotImplementedError(
-        f"put: the values of stage {layout.stage!r} cannot be put elsewhere here, as {reason}: call it outside of "
+        f"to_tier: the values of stage {layout.stage!r} cannot be put elsewhere here, as {reason}: call it outside of "
         f"transforms, on parameters that have numbers"
     )

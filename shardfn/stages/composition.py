@@ -64,7 +64,7 @@ def _parameters(shard: Tensor, layout: Layout, options: Options) -> list[Tensor]
         return layout.views(
             torch.empty(layout.padded, dtype=lower, device=shard.device, requires_grad=shard.requires_grad)
         )
-    wire, placement = wire_of(layout, shard.dtype, options.gather), layout.placement
+    wire, placement = wire_of(layout, shard.dtype, options.gather_format), layout.placement
     values = shard
     if wire is not None:
         values = wire.rounded(shard, lower, layout.holes[layout.index(process_groups.global_rank())])

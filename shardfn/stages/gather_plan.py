@@ -88,7 +88,7 @@ class GatherPlan:
 def plan_of(options: Options, layouts: tuple[Layout, ...], dtypes: tuple[torch.dtype, ...]) -> GatherPlan:
     """The plan for shards with these layouts and dtypes; the same object for the same arguments."""
     with _lock:  # ranks may be threads, and plans are compared by identity
-        return _plan_of(options.gather_dtype, options.gather, layouts, dtypes)
+        return _plan_of(options.gather_dtype, options.gather_format, layouts, dtypes)
 
 
 _lock = threading.Lock()
@@ -122,7 +122,7 @@ def up(nbytes: int) -> int:
 
 def wire_of(layout: Layout, dtype: torch.dtype, format: Format | None) -> Wire | None:
     """The quantized format in which a shard is sent; None if it is sent unquantized, or not at all."""
-    chosen = format or layout.placement.gather
+    chosen = format or layout.placement.gather_format
     if chosen is None or not dtype.is_floating_point or layout.size == 1:
         return None
     return Wire(chosen, layout.piece, ALIGNMENT)

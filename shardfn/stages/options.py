@@ -25,8 +25,8 @@ class Options:
     prefetch: int = 1
     gather_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
-    gather: Format | None = None
-    reduce: Format | None = None
+    gather_format: Format | None = None
+    reduce_format: Format | None = None
     input_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
 
@@ -58,7 +58,7 @@ class Options:
             raise ValueError(
                 f'stage: reshard must be True, False, "step", or None for the strategy\'s value, got {self.reshard!r}'
             )
-        for name in ("gather", "reduce"):
+        for name in ("gather_format", "reduce_format"):
             check_format(getattr(self, name), f"stage: {name}")
         for name in ("gather_dtype", "reduce_dtype", "input_dtype", "output_dtype"):
             dtype = getattr(self, name)
@@ -67,7 +67,7 @@ class Options:
             if dtype is not None and dtype.itemsize == 1:
                 other = "scale and cast inside the stage's function"
                 if name in ("gather_dtype", "reduce_dtype"):
-                    other = f"{name.removesuffix('_dtype')}=shardfn.quant.fp8_e4m3()"
+                    other = f"{name.removesuffix('dtype')}format=shardfn.quant.fp8_e4m3()"
                 raise ValueError(
                     f"stage: {name}={dtype}: numbers of 8 bits need a scale, without which they are off by a tenth or "
                     f"overflow: use torch.bfloat16, or {other}"

@@ -312,7 +312,7 @@ class Reductions:
         self, reduction: Reduction, gradients: Sequence[Tensor | None], total: GradientSum | None, defer: Defer
     ) -> PendingReduction | None:
         """Starts to reduce the gradients of one buffer's parameters; None if the step defers it."""
-        if total is not None and defer == "everything":
+        if total is not None and defer == "all":
             self._add_whole(reduction, gradients, total)
             return None
         self._let_leave()
@@ -525,7 +525,7 @@ class Reductions:
             reduction: Reduction = total.reduction
             total.accumulator = None
             with attributed_to(reduction.layout.stage, backward=True):
-                if step.defer == "everything" and total.whole is not None:
+                if step.defer == "all" and total.whole is not None:
                     full, total.whole, total.out = total.whole.to(reduction.dtypes.sum), None, None
                     if reduction.marked():
                         marks = _marks(reduction.layout, full.dtype, full.device)

@@ -295,7 +295,11 @@ class Schedule(Prefetch):
     def reduction_of(self, signature: Signature, gather: Gather, dtype: torch.dtype, divides: bool) -> Reduction:
         """The reduction of a buffer's gradient; with `divides`, to the layout of the shard's optimizer state."""
         dtypes = Dtypes(gather.dtype, signature.options.sum_dtype(dtype), dtype)
-        format = (signature.options.reduce or gather.layout.placement.reduce) if dtype.is_floating_point else None
+        format = (
+            (signature.options.reduce_format or gather.layout.placement.reduce_format)
+            if dtype.is_floating_point
+            else None
+        )
         key = gather, dtypes, divides, format
         if key not in self._routed:
             self._routed[key] = routed(gather, dtypes, format, divides, self.mesh, self.communicator)

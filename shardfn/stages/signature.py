@@ -80,7 +80,7 @@ class Signature:
     @functools.cached_property
     def summed(self) -> str:
         """The options for reducing gradients that no layout has, as text that ranks compare."""
-        requested = {"reduce_dtype": self.options.reduce_dtype, "reduce": self.options.reduce}
+        requested = {"reduce_dtype": self.options.reduce_dtype, "reduce_format": self.options.reduce_format}
         return "".join(f", {name}={value}" for name, value in requested.items() if value is not None)
 
     @functools.cached_property

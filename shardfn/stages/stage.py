@@ -45,8 +45,8 @@ class _Requested(TypedDict, total=False):
     prefetch: int
     gather_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
-    gather: Format | None
-    reduce: Format | None
+    gather_format: Format | None
+    reduce_format: Format | None
     input_dtype: torch.dtype | None
     output_dtype: torch.dtype | None
 
@@ -64,8 +64,8 @@ def stage(
     prefetch: int = 1,
     gather_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
-    gather: Format | None = None,
-    reduce: Format | None = None,
+    gather_format: Format | None = None,
+    reduce_format: Format | None = None,
     input_dtype: torch.dtype | None = None,
     output_dtype: torch.dtype | None = None,
 ) -> Any:
@@ -88,12 +88,12 @@ def stage(
         gather_dtype: dtype in which floating-point parameters are gathered and passed to the function; default: the
             shard's own.
         reduce_dtype: dtype in which their gradients are reduced; default: the shard's own.
-        gather: quantized format in which floating-point parameters are gathered, such as `quant.int8()`: each rank
-            quantizes its shard, and all ranks compute with the dequantized values. Gradients ignore the rounding.
-            Default: as `Placement.gather` says.
-        reduce: quantized format in which their gradients are reduced: each is rounded when it is sent, by one
+        gather_format: quantized format in which floating-point parameters are gathered, such as `quant.int8()`: each
+            rank quantizes its shard, and all ranks compute with the dequantized values. Gradients ignore the rounding.
+            Default: as `Placement.gather_format` says.
+        reduce_format: quantized format in which their gradients are reduced: each is rounded when it is sent, by one
             all-to-all for each axis, and sums are in float32. Transforms of torch.func send them unrounded. Default: as
-            `Placement.reduce` says.
+            `Placement.reduce_format` says.
         input_dtype: floating-point tensors among the other arguments are cast to it.
         output_dtype: floating-point results are cast to it.
 
@@ -113,7 +113,9 @@ def stage(
     Example:
         ``block = stage(block, remat=True)``, then ``for p in layers(params["blocks"]): x = block(p, x)``
     """
-    requested = Options(remat, reshard, prefetch, gather_dtype, reduce_dtype, gather, reduce, input_dtype, output_dtype)
+    requested = Options(
+        remat, reshard, prefetch, gather_dtype, reduce_dtype, gather_format, reduce_format, input_dtype, output_dtype
+    )
     options = requested.checked()
     if fn is None:
         return functools.partial(stage, **vars(requested))

@@ -80,7 +80,7 @@ def accumulate(
         has_aux: `f` returns `(loss, aux)` or `((total, count), aux)`; the new function returns `(loss, [aux, ...])` in
             place of the loss.
         defer: the reductions of flat shards' gradients that wait for the last micro-batch: `"replicas"`, the sum over
-            replicas; `"everything"`, the reduce-scatter too, which takes memory for the full gradients of all stages;
+            replicas; `"all"`, the reduce-scatter too, which takes memory for the full gradients of all stages;
             `"nothing"`.
         accumulator_dtype: the dtype in which gradients of narrower dtypes are summed; the sum is returned in their own.
 

@@ -19,7 +19,7 @@ from shardfn.compat.replacing import replaced
 from shardfn.debugging import debugging
 from shardfn.mesh import comparisons
 
-Defer = Literal["nothing", "replicas", "everything"]
+Defer = Literal["nothing", "replicas", "all"]
 
 
 _numbers = itertools.count(1)
@@ -93,7 +93,7 @@ class Step:
     Attributes:
         variables: the tensors that are differentiated, by id.
         sums: gradients by the id of their variable.
-        defer: the hops that are deferred until `finish`: `"replicas"`, the sums over replicas; `"everything"`, the
+        defer: the hops that are deferred until `finish`: `"replicas"`, the sums over replicas; `"all"`, the
             reduce-scatter too; `"nothing"`.
         accumulator: the dtype in which gradients of narrower dtypes are summed; None: in their own.
         ordered: whether backward passes come in the reverse order of the forward passes. Only then can a rank take part

@@ -62,7 +62,7 @@ PLUGIN: Table = {
     "auto_wrap_policy": _WRAP,
     **same_for("cpu_offload offload_params", fsdp.OFFLOAD),
     "state_dict_type": fsdp.STATES,
-    "state_dict_config": yours("checkpoint.save and checkpoint.export gather nothing on a device"),
+    "state_dict_config": yours("checkpoint.save and checkpoint.export_hf gather nothing on a device"),
     "optim_state_dict_config": yours("state is a tree of flat shards: checkpoint.save"),
     "activation_checkpointing": fsdp.REMAT,
     "activation_checkpointing_offload": fsdp.REMAT_AWAY,
@@ -117,7 +117,7 @@ DEEPSPEED: Table = {
     "offload_param_device": deepspeed.PARAMS,
     **same_for("offload_optimizer_nvme_path offload_param_nvme_path", deepspeed.SCRATCH),
     "zero3_init_flag": yours("interop.meta(), and interop.load or sf.init_sharded: no rank has the whole"),
-    "zero3_save_16bit_model": yours("checkpoint.export(..., dtype=torch.bfloat16) or interop.save_pretrained"),
+    "zero3_save_16bit_model": yours("checkpoint.export_hf(..., dtype=torch.bfloat16) or interop.save_pretrained"),
     "is_train_batch_min": yours("how a batch's size is found"),
     **same_for("transformer_moe_cls_names deepspeed_moe_layer_cls_names", _MOE),
     "enable_msamp": missing("products are of 16 bits or more", "False", "None"),
@@ -257,7 +257,7 @@ def _handlers(draft: TranslationBuilder, key: str, value: Any) -> None:
     for handler in value if isinstance(value, (list, tuple)) else ():
         name = handler.name if isinstance(handler, SourceCall) else "?"
         quiet = isinstance(handler, SourceCall) and name in _QUIET and not _HOOKS & handler.arguments.keys()
-        text = "no number changes" if quiet else "so.loss_scaled, torch.autocast or compressed strategies"
+        text = "no number changes" if quiet else "so.dynamic_loss_scale, torch.autocast or compressed strategies"
         draft.row(f"{key}.{name}", handler, "yours" if quiet else "missing", text)
 
 

@@ -84,7 +84,7 @@ TABLE: Table = {
     "AveragedModel": missing("so.ema(optimizer, ...): docs/how-to/evaluate-averaged-parameters.md"),
     "SWALR": missing("lr= of the optimizer takes a function of the step"),
     "register_hook": missing("gradients are values: change them before optimizer.step"),
-    "join": missing("all ranks take as many steps: last= of sf.run.batches"),
+    "join": missing("all ranks take as many steps: remainder= of sf.run.batches"),
 }  # fmt: skip
 
 

@@ -50,7 +50,7 @@ FSDP: Table = {
     "forward_prefetch_limit": sets("prefetch= of functional, backward too", prefetch=as_count),
     "cpu_offload": fsdp.OFFLOAD,
     "flatten_parameters": always("a stage's shards are one flat buffer, with the original names and shapes"),
-    "load_monolith_rank0_only": yours("interop.load(folder, model, mesh, strategy, source=0)"),
+    "load_monolith_rank0_only": yours("interop.load(folder, model, mesh, strategy, src_rank=0)"),
     "state_dict_type": fsdp.STATES,
     "sharded_ckpt_prefix_dir": yours("the path that checkpoint.save is given"),
     "load_planner": missing("checkpoint.load takes names= and ignore=", "None"),
@@ -179,7 +179,7 @@ CONFIG: Table = {
     "optimizer": _optimizer,
     "scheduler": _scheduler,
     "max_duration": yours("steps= of sf.run.loop, and of the schedule", steps=lambda key, value: steps_of(value)),
-    "save_num_checkpoints_to_keep": sets("keep= of checkpoint.save", keep=whole_or_all, save="sharded"),
+    "save_num_checkpoints_to_keep": sets("keep_last= of sf.run.loop", keep=whole_or_all, save="sharded"),
     "seed": yours("seed= of sf.run.batches and sf.run.loop", seed=natural),
     "deterministic_mode": yours("torch.use_deterministic_algorithms(True)"),
     "dist_timeout": yours("timeout= of make_mesh"),
@@ -198,7 +198,7 @@ CONFIG: Table = {
     **same_for(
         "save_folder save_filename save_latest_filename save_overwrite save_interval save_weights_only"
         " save_ignore_keys save_metrics",
-        yours("save=, every= and keep= of sf.run.loop, or checkpoint.save"),
+        yours("save=, save_every= and keep_last= of sf.run.loop, or checkpoint.save"),
     ),
     **same_for(
         "model train_dataloader train_dataloader_label train_loader eval_loader eval_dataloader tokenizer", _DATA

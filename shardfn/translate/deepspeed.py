@@ -31,7 +31,7 @@ CLIP = sets("so.clip_by_global_norm", off="nothing is clipped", name="max_grad_n
 SCRATCH = sets("scratch= of make_mesh", scratch=path)
 OBSERVES = yours("it only looks on: what is printed or logged is yours")
 _AIO = "block_size queue_depth thread_count intra_op_parallelism single_submit overlap_events use_gds"
-_TIER = always("buffers follow from prefetch=, and plan.host of sf.plan says what they take")
+_TIER = always("buffers follow from prefetch=, and plan.host of sf.plan_step says what they take")
 _PINNED = always("memory of the host is pinned on CUDA")
 _BUFFER = always("a stage's gradients, and its parameters, of one dtype are one buffer")
 _OFF = "{'ENABLED': FALSE}"
@@ -68,14 +68,14 @@ def _offload(where: By) -> Section:
 
 
 _FEWER = "parameters with fewer elements stay whole"
-_KEPT = "sf.uncut(strategy, below={value}): smaller parameters stay whole"
+_KEPT = "sf.replicate_small(strategy, below={value}): smaller parameters stay whole"
 _PERSISTENT: Table = {
     "max_live_parameters": always("prefetch + 1 buffers, each as large as the largest stage"),
     "max_reuse_distance": always("what is still in those buffers is not gathered again"),
     "prefetch_bucket_size": always("gathers run one stage ahead: prefetch=, a number of stages, says how many"),
     "param_persistence_threshold": sets(_KEPT, name="persistence_threshold", about=_FEWER, uncut=natural),
-    "model_persistence_threshold": missing("nothing bounds the sum of what stays whole: uncut(below=) alone"),
-    "gather_16bit_weights_on_model_save": yours("checkpoint.export(..., dtype=torch.bfloat16) when you want it"),
+    "model_persistence_threshold": missing("nothing bounds the sum of what stays whole: replicate_small(below=) alone"),
+    "gather_16bit_weights_on_model_save": yours("checkpoint.export_hf(..., dtype=torch.bfloat16) when you want it"),
     "module_granularity_threshold": always("stages= says what is gathered as a whole"),
     "use_all_reduce_for_fetch_params": always("an all-gather; no number changes"),
     "allgather_sequential": always("parameters of a stage are one buffer, gathered at once"),
@@ -112,15 +112,21 @@ ZERO: Table = {
     "use_multi_rank_bucket_allreduce": _BUFFER,
     **_PERSISTENT,
     **{f"stage3_{name}": meaning for name, meaning in _PERSISTENT.items()},
-    "stage3_gather_fp16_weights_on_model_save": yours("checkpoint.export(..., dtype=torch.float16) when you want it"),
+    "stage3_gather_fp16_weights_on_model_save": yours(
+        "checkpoint.export_hf(..., dtype=torch.float16) when you want it"
+    ),
     "leaf_module": Section(_LEAVES),
     "zero_hpz_partition_size": sets(
         "sf.hpz: backward gathers over {value} ranks, from a copy",
         off="no copy, as without it",
         hpz=lambda key, value: as_count(key, value, 0) if number(key, value) > 1 else None,
     ),
-    "zero_quantized_weights": flag(sets("gather=quant.int8() of the stages", gather="quant.int8()"), always("full")),
-    "zero_quantized_gradients": flag(sets("reduce=quant.int4() of the stages", reduce="quant.int4()"), always("full")),
+    "zero_quantized_weights": flag(
+        sets("gather_format=quant.int8() of the stages", gather_format="quant.int8()"), always("full")
+    ),
+    "zero_quantized_gradients": flag(
+        sets("reduce_format=quant.int4() of the stages", reduce_format="quant.int4()"), always("full")
+    ),
     "zero_quantized_nontrainable_weights": missing("quant.quantize(model.tree, ...) before sf.shard", "False"),
     "zeropp_loco_param": missing("gradients are rounded without feedback of the error", "None", "{}"),
     "zenflow": missing("all gradients are used at each step", "None", "{}"),
@@ -135,7 +141,7 @@ def _within_stages(draft: TranslationBuilder, prefix: str, settings: dict[str, A
     for fact, name in (("hpz", "zero_hpz_partition_size"), ("mics", "mics_shard_size"), ("params", "offload_param")):
         if fact in draft.facts and not stage_3:
             raise TranslateError(f"{prefix}{name} is for stage 3, and stage is {STAGES.index(draft.get('cut'))}")
-    for fact in ("gather", "uncut"):
+    for fact in ("gather_format", "uncut"):
         if fact in draft.facts and not stage_3:
             for i, row in enumerate(draft.rows):
                 if row.key in draft.keys_for_facts(fact):
@@ -268,7 +274,7 @@ CONFIG: Table = {
     "sparse_attention": missing("the model is yours", "{}"),
     **same_for("compression_training quantize_training weight_quantization", _AS_IT_IS),
     "nebula": missing("checkpoint.save_async", "{}", _OFF),
-    "dataloader_drop_last": yours('last="drop" of sf.run.batches'),
+    "dataloader_drop_last": yours('remainder="drop" of sf.run.batches'),
     "data_parallel_group": missing("the mesh's axes are the groups", "None"),
     "disable_python_gc": yours("gc.disable() where you want it"),
     "managed_gradient_accumulation": always("sf.accumulate is one call"),

@@ -159,7 +159,7 @@ def derive_facts(draft: TranslationBuilder) -> None:
         raise TranslateError(f"parallelism_config: its sizes make {product} ranks, and num_processes is {ranks}")
     if draft.get("by_value") and "clip" in draft.facts:
         draft.say("clip_value", draft.facts.pop("clip"), *draft.keys_for_facts("clip", "by_value"))
-    if {"fixed", "scale", "every"} & set(draft.facts):
+    if {"fixed", "scale", "growth_interval"} & set(draft.facts):
         draft.facts.setdefault("scaled", True)
     _batches(draft)
 

@@ -48,7 +48,7 @@ CLASSES = sets("stages={...} of functional", stages=words)
 SIZE = sets("min_num_params= of functional", min_num_params=lambda key, value: natural(key, value) or None)
 ONE_UNIT = sets("one stage, which is gathered as a whole", one_unit=True)
 STATES = By(
-    same_for("FULL_STATE_DICT FULL", sets("checkpoint.export of whole parameters", save="full"))
+    same_for("FULL_STATE_DICT FULL", sets("checkpoint.export_hf of whole parameters", save="full"))
     | same_for("SHARDED_STATE_DICT SHARDED", sets("save= of sf.run.loop: each rank its own", save="sharded"))
     | {"LOCAL_STATE_DICT": missing("every checkpoint has whole names and shapes")}
 )
@@ -244,11 +244,13 @@ def optimizer(draft: TranslationBuilder, key: str, call: SourceCall) -> None:
 
 _SCALER: Table = {
     "device": always("that of the mesh"),
-    "init_scale": sets("scale= of so.loss_scaled", name="scale", scale=number),
-    "growth_interval": sets("every= of so.loss_scaled", name="every", every=as_count),
-    "growth_factor": missing("growth= of so.loss_scaled", "2"),
-    "backoff_factor": missing("backoff= of so.loss_scaled", "0.5"),
-    "enabled": missing("leave so.loss_scaled out", "True"),
+    "init_scale": sets("scale= of so.dynamic_loss_scale", name="scale", scale=number),
+    "growth_interval": sets(
+        "growth_interval= of so.dynamic_loss_scale", name="growth_interval", growth_interval=as_count
+    ),
+    "growth_factor": missing("growth_factor= of so.dynamic_loss_scale", "2"),
+    "backoff_factor": missing("backoff_factor= of so.dynamic_loss_scale", "0.5"),
+    "enabled": missing("leave so.dynamic_loss_scale out", "True"),
 }
 
 
@@ -256,7 +258,7 @@ def _scaler(draft: TranslationBuilder, key: str, call: SourceCall) -> None:
     if call.arguments.get("enabled") is False:
         draft.row(key, call, "always", "nothing is scaled unless it is said")
         return
-    draft.row(key, call, "becomes", "so.loss_scaled(optimizer)")
+    draft.row(key, call, "becomes", "so.dynamic_loss_scale(optimizer)")
     draft.say("scaled", True, key)
     read(draft, key, dict(call.arguments), Section(_SCALER, call.name))
 
@@ -266,7 +268,7 @@ _LOADER: Table = {
     "dataset": yours(f"the source {_BATCHES}"),
     "batch_size": yours(f"batch= {_BATCHES}, of all ranks together"),
     "shuffle": yours(f"shuffle= {_BATCHES}, whose default is True"),
-    "drop_last": yours(f"last= {_BATCHES}, whose default is to drop it"),
+    "drop_last": yours(f"remainder= {_BATCHES}, whose default is to drop it"),
     "num_workers": yours(f"workers= {_BATCHES}"),
     "prefetch_factor": yours(f"prefetch= {_BATCHES}"),
     "collate_fn": yours(f"collate= {_BATCHES}"),

@@ -75,7 +75,7 @@ MODEL_PARALLEL: Table = {
 DDP: Table = {
     **_PROCESSES,
     "ddp_comm_state": missing("gradients are values: change them before optimizer.step", "None"),
-    "ddp_comm_hook": missing("reduce_dtype=torch.bfloat16 of functional, or reduce=quant.int8()", "None"),
+    "ddp_comm_hook": missing("reduce_dtype=torch.bfloat16 of functional, or reduce_format=quant.int8()", "None"),
     "ddp_comm_wrapper": missing("reduce_dtype=torch.bfloat16 of functional", "None"),
     "model_averaging_period": missing("parameters are the same on all ranks, always", "None"),
     "find_unused_parameters": always("a parameter that the loss does not use has a gradient of zeros"),
@@ -215,12 +215,12 @@ TRAINER: Table = {
     "inference_mode": yours("torch.no_grad()"),
     "plugins": missing("precision and checkpoints have arguments of their own", "None", "[]"),
     "max_steps": yours("steps= of sf.run.loop", steps=whole_or_all),
-    "max_time": yours("limit= of sf.run.loop"),
+    "max_time": yours("time_limit= of sf.run.loop"),
     "max_epochs": yours("epochs= of sf.run.batches, or steps= of sf.run.loop"),
     **same_for("logger loggers", yours("report= of sf.run.loop: sf.run.jsonl, a function, ...")),
     "enable_progress_bar": yours("report= of sf.run.loop: sf.run.progress() is what it does by itself"),
     "callbacks": _callbacks,
-    **same_for("enable_checkpointing default_root_dir", yours("save= and every= of sf.run.loop")),
+    **same_for("enable_checkpointing default_root_dir", yours("save= and save_every= of sf.run.loop")),
     **same_for("val_check_interval check_val_every_n_epoch", yours("evaluate=(function, steps) of sf.run.loop")),
     **same_for(
         "fast_dev_run min_epochs min_steps limit_train_batches limit_val_batches limit_test_batches"

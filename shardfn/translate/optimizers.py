@@ -25,7 +25,7 @@ TAKES = {
     "torch.optim.RAdam": "lr betas eps weight_decay decoupled_weight_decay",
     "torch.optim.Adamax": "lr betas eps weight_decay",
 }
-OURS = {"min_coeff": "least", "max_coeff": "clip"}  # arguments with other names
+OURS = {"min_coeff": "min_trust_ratio", "max_coeff": "max_trust_ratio"}  # arguments with other names
 # Arguments that shardfn's optimizers do not have.
 _OTHERS: Table = {
     "torch_adam": always("one implementation on each tier"),
@@ -169,7 +169,7 @@ _AFTER = {
 }
 _COMPOSER = {
     "cosine_with_warmup": "so.warmup_cosine({lr}, warmup={warmup}, steps={steps}, end={lr} * {alpha_f})",
-    "linear_decay_with_warmup": "so.linear({lr}, warmup={warmup}, steps={steps}, end={lr} * {alpha_f})",
+    "linear_decay_with_warmup": "so.warmup_linear({lr}, warmup={warmup}, steps={steps}, end={lr} * {alpha_f})",
     "constant_with_warmup": "so.wsd({lr}, warmup={warmup}, decay=0, steps={warmup})",
 }
 _STEPS = {"warmup_num_steps": 1000, "warmup_type": "log"}

@@ -25,7 +25,7 @@ def of_stages(draft: TranslationBuilder, low_dtype: str, key: str, kind: str) ->
     for fact in _FACTS.get(kind, ()):
         draft.say(fact, low_dtype, key)
     draft.say("cast_inputs", True, key)
-    scaled = ", and so.loss_scaled" if kind == "deepspeed" and low_dtype == "torch.float16" else ""
+    scaled = ", and so.dynamic_loss_scale" if kind == "deepspeed" and low_dtype == "torch.float16" else ""
     return f"gather_dtype=, reduce_dtype= and input_dtype= of the stages{scaled}"
 
 
@@ -35,7 +35,7 @@ def of_autocast(draft: TranslationBuilder, low_dtype: str, key: str) -> str:
     if low_dtype != "torch.float16":
         return "torch.autocast around the model"
     draft.say("scaled", True, key)
-    return "torch.autocast around the model, and so.loss_scaled, whose defaults are those of GradScaler"
+    return "torch.autocast around the model, and so.dynamic_loss_scale, whose defaults are those of GradScaler"
 
 
 _NOT_SCALED = {
@@ -44,10 +44,12 @@ _NOT_SCALED = {
 }
 ADAPTING: Table = {
     "loss_scale": sets(
-        "so.loss_scaled, with this scale always", off="so.loss_scaled, whose scale adapts", fixed=positive
+        "so.dynamic_loss_scale, with this scale always", off="so.dynamic_loss_scale, whose scale adapts", fixed=positive
     ),
-    "initial_scale_power": sets("scale= of so.loss_scaled", scale=lambda key, value: 2.0 ** as_count(key, value, 0)),
-    "loss_scale_window": sets("every= of so.loss_scaled", every=natural),
+    "initial_scale_power": sets(
+        "scale= of so.dynamic_loss_scale", scale=lambda key, value: 2.0 ** as_count(key, value, 0)
+    ),
+    "loss_scale_window": sets("growth_interval= of so.dynamic_loss_scale", growth_interval=natural),
 }
 SCALING: Table = {**ADAPTING, **{name: meaning for name, (meaning, _) in _NOT_SCALED.items()}}
 
@@ -61,10 +63,10 @@ def where_adapting(draft: TranslationBuilder, prefix: str, settings: dict[str, A
 
 
 def defaults(draft: TranslationBuilder, prefix: str, settings: dict[str, Any]) -> None:
-    """If the scale adapts, adds DeepSpeed's defaults that differ from those of so.loss_scaled."""
+    """If the scale adapts, adds DeepSpeed's defaults that differ from those of so.dynamic_loss_scale."""
     if draft.get("scaled") is None or draft.get("fixed") or is_open(settings.get("loss_scale")):
         return
-    draft.facts.setdefault("every", 1000)
+    draft.facts.setdefault("growth_interval", 1000)
     for name, (meaning, default) in _NOT_SCALED.items():
         if name not in settings:
             draft.row(f"{prefix}{name}", f"{default}, the default", "missing", meaning.text)

@@ -114,7 +114,7 @@ def _strategy(draft: TranslationBuilder) -> Iterator[_Line]:
         offloads = ", ".join(f'{kind}="{draft.get(kind)}"' for kind in tiers)
         yield f"strategy = strategy.with_tiers({offloads})", tuple(tiers)
     if draft.get("uncut") is not None:
-        yield f"strategy = sf.uncut(strategy, below={draft.get('uncut')})", ("uncut",)
+        yield f"strategy = sf.replicate_small(strategy, below={draft.get('uncut')})", ("uncut",)
 
 
 def _model(draft: TranslationBuilder) -> Iterator[_Line]:
@@ -140,14 +140,14 @@ def _options(draft: TranslationBuilder) -> Iterator[_Line]:
     options = {
         "stages": f"stages={{{classes}}}",
         "min_num_params": f"min_num_params={get('min_num_params')}",
-        "one_unit": "stages=lambda path, part: False, small=2**62",
+        "one_unit": "stages=lambda path, part: False, min_stage_params=2**62",
         "tensor": 'tensor="auto"',
         "sync_batch_norm": "sync_batch_norm=DATA",
     }
     if compiled or get("compile"):
         facts = ("compile", *(f"compile_{name}" for name in compile_options))
         yield f"compile={{{compiled}}}" if compiled else "compile=True", facts
-    for name in ("remat", "prefetch", "gather_dtype", "reduce_dtype", "output_dtype", "gather", "reduce"):
+    for name in ("remat", "prefetch", "gather_dtype", "reduce_dtype", "output_dtype", "gather_format", "reduce_format"):
         options[name] = f"{name}={get(name)}"
     off = {"tensor": 1}
     yield from ((code, (fact,)) for fact, code in options.items() if get(fact) not in (None, off.get(fact)))
@@ -188,10 +188,10 @@ def _optimizer(draft: TranslationBuilder) -> Iterator[_Line]:
     if draft.get("skip_nonfinite"):
         yield "optimizer = so.skip_nonfinite(optimizer)", ("skip_nonfinite",)
     if draft.get("scaled"):
-        fixed = {"scale": draft.get("fixed"), "growth": 1.0, "backoff": 1.0}
-        adapts = {name: draft.get(name) for name in ("every", "scale") if draft.get(name) is not None}
+        fixed = {"scale": draft.get("fixed"), "growth_factor": 1.0, "backoff_factor": 1.0}
+        adapts = {name: draft.get(name) for name in ("growth_interval", "scale") if draft.get(name) is not None}
         numbers = _more(fixed if draft.get("fixed") else adapts)
-        yield f"optimizer = so.loss_scaled(optimizer{numbers})", ("scaled", "fixed", "every", "scale")
+        yield f"optimizer = so.dynamic_loss_scale(optimizer{numbers})", ("scaled", "fixed", "growth_interval", "scale")
     yield "state = optimizer.init(params)", ()
 
 
@@ -284,10 +284,10 @@ def _loop(draft: TranslationBuilder) -> Iterator[_Line]:
     arguments = [f"steps={steps}"] + ([f"seed={seed}"] if seed else [])
     if save == "sharded":
         folder = draft.name("folder", _ABOUT["folder"])
-        arguments += [f"save={folder}", *([f"keep={draft.get('keep')}"] if draft.get("keep") else [])]
+        arguments += [f"save={folder}", *([f"keep_last={draft.get('keep')}"] if draft.get("keep") else [])]
     yield 'held = {"params": params, "state": state}', ()
     facts = ("steps", "seed", *(("save", "keep") if save == "sharded" else ()))
     yield f"held, run = sf.run.loop(step, held, batches, {', '.join(arguments)})", facts
     if save == "full":
         draft.name("folder", _ABOUT["folder"])
-        yield 'checkpoint.export(f"{folder}/whole", held["params"])', ("save",)
+        yield 'checkpoint.export_hf(f"{folder}/whole", held["params"])', ("save",)

@@ -41,7 +41,7 @@ def test_recipes_are_beside_one_in_float32() -> None:
     for recipe in RECIPES.values():
         other = RECIPES[recipe.beside]
         assert other.dtype == torch.float32
-        assert other.strategy.gather is None is other.strategy.reduce
+        assert other.strategy.gather_format is None is other.strategy.reduce_format
 
 
 def test_what_the_peer_needs_is_asked_for_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,7 @@ OF_TREES: dict[str, Callable[[Any], object]] = {
     "clip_by_global_norm": lambda grads: clipped(so.clip_by_global_norm(1.0), grads),
     "clip_by_value": lambda grads: clipped(so.clip_by_value(1.0), grads),
     "global_norm": so.global_norm,
-    "finite": so.finite,
+    "finite": so.all_finite,
 }
 
 

@@ -29,5 +29,5 @@ def test_strategies_of_which_none_is_faster_in_all_rounds_but_one_are_ties() -> 
 )
 def test_works_whose_ranks_span_nodes_cross(kind: str, axis: tuple[str, ...], nodes: int, part: float) -> None:
     work = Work(kind, axis=axis, ranks=4, nodes=nodes, sent=1200)
-    plan = sf.Plan("step", {}, 0, (work,), (), {}, {}, Held(0, {}), (), 0)
+    plan = sf.StepPlan("step", {}, 0, (work,), (), {}, {}, Held(0, {}), (), 0)
     assert crosses(plan) == 1200 * part

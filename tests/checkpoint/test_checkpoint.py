@@ -157,7 +157,7 @@ OPTIMIZERS: dict[str, Any] = {
     "chain": lambda: so.chain(so.clip_by_global_norm(0.5), so.sgd(0.1, momentum=0.9)),
     **optimizers_named("adafactor, lamb, muon, shampoo, kl_shampoo, sophia, soap"),
     "average": lambda: so.ema(so.lion(1e-3), 0.9),
-    "scaled": lambda: so.loss_scaled(so.adamw(1e-2)),
+    "scaled": lambda: so.dynamic_loss_scale(so.adamw(1e-2)),
 }
 
 
@@ -498,7 +498,7 @@ def in_background(folder: str) -> Any:
     told = []
     with little_disk(100) if rank == 0 else contextlib.nullcontext():
         checkpoint.save_async(root / "two", state)
-        for call in (checkpoint.finish, checkpoint.finish):
+        for call in (checkpoint.wait_for_saves, checkpoint.wait_for_saves):
             try:
                 call()
                 told.append("")
@@ -787,7 +787,7 @@ def test_tensors_that_are_more_or_less_than_their_elements_are_refused(kind: str
     for run in (
         lambda tree: checkpoint.save(tmp_path / "two", tree),
         lambda tree: checkpoint.load(tmp_path / "one", tree),
-        lambda tree: checkpoint.export(tmp_path / "three", tree),
+        lambda tree: checkpoint.export_hf(tmp_path / "three", tree),
     ):
         with pytest.raises(TypeError, match=r"x is a tensor (on the device meta|that is not dense)"):
             run({"x": NO_VALUES[kind]()})
@@ -812,7 +812,7 @@ def test_one_pattern_may_be_by_itself(tmp_path: Path) -> None:
     assert not checkpoint.verify(str(tmp_path / "one")).damage
     for dtype in (torch.int8, "bf16"):
         with pytest.raises(TypeError, match="pass a floating-point dtype"):
-            checkpoint.export(tmp_path / "hf", {"x": torch.ones(3)}, dtype=dtype)  # type: ignore[arg-type]
+            checkpoint.export_hf(tmp_path / "hf", {"x": torch.ones(3)}, dtype=dtype)  # type: ignore[arg-type]
 
 
 def test_archives_are_read_where_python_checks_that_their_end_is_in_its_place(

@@ -141,7 +141,7 @@ def read_all(folder: Path, calls: dict[str, dict[str, Any]]) -> list[str]:
         if not same(sf.unshard(kept), zeros(want)):
             wrong.append(f"{path}: donate=False")
         if not more and not same(
-            sf.unshard(checkpoint.import_(folder / path, placed(1, zeros(want)), names=RULES)), want
+            sf.unshard(checkpoint.import_hf(folder / path, placed(1, zeros(want)), names=RULES)), want
         ):
             wrong.append(f"{path}: import_")
     state = {"state_dict": placed(0, zeros(want)), "epoch": 0}
@@ -375,15 +375,15 @@ def wrong_on_one(folder: Path) -> dict[str, str]:
     rank = torch.distributed.get_rank()
     params = sf.shard({"a": torch.zeros(40, 40)}, mesh_of(shard=2), sf.full_shard("shard"))
     state = so.adamw(0.1).init(params)
-    checkpoint.export(folder, params)
+    checkpoint.export_hf(folder, params)
     path: Any = None if rank else folder
     load, moments = checkpoint.load, checkpoint.load_torch_optimizer
     calls: dict[str, Callable[[], Any]] = {
         "load's path": lambda: load(path, params),
         "load's rules": lambda: load(folder, params, names=[3] if rank else []),  # type: ignore[list-item]
-        "import_'s path": lambda: checkpoint.import_(path, params),
-        "export's path": lambda: checkpoint.export(path, params),
-        "export's files": lambda: checkpoint.export(folder, params, largest=1 - rank),
+        "import_'s path": lambda: checkpoint.import_hf(path, params),
+        "export's path": lambda: checkpoint.export_hf(path, params),
+        "export's files": lambda: checkpoint.export_hf(folder, params, largest=1 - rank),
         "a class": lambda: moments(folder, state, make=(torch.optim.AdamW, torch.optim.SGD)[rank]),  # type: ignore[arg-type]
         "a state": lambda: moments(folder, state["mean"] if rank else state),
         "moments' path": lambda: moments(path, state),
@@ -421,7 +421,7 @@ def test_a_model_that_is_replaced_while_it_is_opened_is_not_read_in_part(tmp_pat
     def write(value: int) -> None:
         dtype = torch.int64 if value else torch.int32  # so that tensors are in other places of the file, too
         tree = {name: torch.full((8, 8), 10 * value + ord(name), dtype=dtype) for name in "abc"}
-        checkpoint.export(tmp_path, tree, largest=largest)
+        checkpoint.export_hf(tmp_path, tree, largest=largest)
 
     for what, number in itertools.product(("index", "tensors_in"), range(4)):
         write(0)

@@ -22,7 +22,7 @@ import shardfn as sf
 from shardfn import P
 from shardfn.checkpoint import huggingface, safetensors
 from shardfn.checkpoint.files import FileReader
-from shardfn.checkpoint.huggingface import export, import_
+from shardfn.checkpoint.huggingface import export_hf, import_hf
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.testing import World
 from tests.models import mesh_of, same
@@ -97,10 +97,10 @@ def files_of(folder: Path) -> dict[str, Tensor]:
 
 def there_and_back(name: str, other: str, folder: Path, **more: Any) -> bool:
     params = placed(name, whole())
-    export(folder, params, names=RULES, **more)
+    export_hf(folder, params, names=RULES, **more)
     like = placed(other, whole(seed=1))
     index = folder / safetensors.INDEX
-    found = import_(index if index.exists() else folder, like, names=RULES)
+    found = import_hf(index if index.exists() else folder, like, names=RULES)
     assert found is like
     return all(map(torch.equal, optree.tree_leaves(sf.unshard(found)), optree.tree_leaves(sf.unshard(params))))
 
@@ -135,9 +135,9 @@ def converted(folder: Path) -> Any:
     tree = {"a": {"w": torch.randn(40, 5), "n": torch.arange(4)}, "b": {"w": torch.randn(33).bfloat16()}}
     mesh = mesh_of(shard=2)
     params = sf.shard(tree, mesh, sf.full_shard("shard"))
-    export(folder, params, dtype=torch.bfloat16, metadata={"by": "me"})
+    export_hf(folder, params, dtype=torch.bfloat16, metadata={"by": "me"})
     like = sf.shard(optree.tree_map(lambda x: torch.zeros_like(x, dtype=torch.float64), tree), mesh, sf.ddp("shard"))
-    return tree, sf.unshard(import_(folder / safetensors.MODEL, like))
+    return tree, sf.unshard(import_hf(folder / safetensors.MODEL, like))
 
 
 def test_dtypes_are_converted(world: World, tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_an_earlier_model_is_replaced(world: World, tmp_path: Path) -> None:
     (tmp_path / "model_card.safetensors").write_text("of somebody else")
     (tmp_path / ".model.safetensors.writing").write_text("of a process that died")
     for value, largest in enumerate([10, 100, 10, 2**20, 10, 2**20]):
-        world.run(lambda value=value, largest=largest: export(tmp_path, small(value), largest=largest))
+        world.run(lambda value=value, largest=largest: export_hf(tmp_path, small(value), largest=largest))
         found = {file for file in os.listdir(tmp_path) if file not in ("config.json", "model_card.safetensors")}
         numbered = {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", safetensors.INDEX}
         assert found == (numbered if largest < 120 else {safetensors.MODEL})
@@ -185,7 +185,7 @@ def interrupted(folder: Path, what: str, failing: int) -> str:
         setattr(huggingface, what, fails)
     try:
         with pytest.raises(CheckpointError) as caught:
-            export(folder, params, largest=10)
+            export_hf(folder, params, largest=10)
     finally:
         setattr(huggingface, what, before)
     return str(caught.value)
@@ -193,7 +193,7 @@ def interrupted(folder: Path, what: str, failing: int) -> str:
 
 @pytest.mark.parametrize(("what", "failing"), [("_placed", 1), ("_placed", 0), ("begin", 0), ("publish", 0)])
 def test_what_fails_leaves_the_earlier_model(world: World, tmp_path: Path, what: str, failing: int) -> None:
-    world.run(lambda: export(tmp_path, small(1.0), largest=10))
+    world.run(lambda: export_hf(tmp_path, small(1.0), largest=10))
     for told in world.run(interrupted, tmp_path, what, failing):
         assert f"rank {failing}: OSError: [Errno 28] No space left" in told
     assert len(os.listdir(tmp_path)) == 3
@@ -203,17 +203,17 @@ def test_what_fails_leaves_the_earlier_model(world: World, tmp_path: Path, what:
 def wrong_exports(folder: Path) -> dict[str, str]:
     params, rank = small(), torch.distributed.get_rank()
     return {
-        "twice": refused(lambda: export(folder, params, names=[("a|b.w", "x")])),
-        "idle": refused(lambda: export(folder, params, names=[("a", "x"), (r"c\..*", "y")])),
-        "vector": refused(lambda: export(folder, params, names=[("b.w", "y", "T")])),
-        "rule": refused(lambda: export(folder, params, names=[("b.w", "y", "t")])),
-        "template": refused(lambda: export(folder, params, names=[("b.w", r"\3")])),
-        "paths": refused(lambda: export(folder / str(rank), params)),
-        "trees": refused(lambda: export(folder, {**params, f"more{rank}": torch.ones(2)})),
-        "dtype": refused(lambda: export(folder, {"x": torch.ones(2, dtype=torch.complex128)})),
-        "metadata": refused(lambda: export(folder, params, metadata={"step": 3})),  # type: ignore[dict-item]
-        "number": refused(lambda: export(folder, {**params, "step": 3})),
-        "one rank": refused(lambda: export(folder, params, names=[("c", "y")] if rank else [])),
+        "twice": refused(lambda: export_hf(folder, params, names=[("a|b.w", "x")])),
+        "idle": refused(lambda: export_hf(folder, params, names=[("a", "x"), (r"c\..*", "y")])),
+        "vector": refused(lambda: export_hf(folder, params, names=[("b.w", "y", "T")])),
+        "rule": refused(lambda: export_hf(folder, params, names=[("b.w", "y", "t")])),
+        "template": refused(lambda: export_hf(folder, params, names=[("b.w", r"\3")])),
+        "paths": refused(lambda: export_hf(folder / str(rank), params)),
+        "trees": refused(lambda: export_hf(folder, {**params, f"more{rank}": torch.ones(2)})),
+        "dtype": refused(lambda: export_hf(folder, {"x": torch.ones(2, dtype=torch.complex128)})),
+        "metadata": refused(lambda: export_hf(folder, params, metadata={"step": 3})),  # type: ignore[dict-item]
+        "number": refused(lambda: export_hf(folder, {**params, "step": 3})),
+        "one rank": refused(lambda: export_hf(folder, params, names=[("c", "y")] if rank else [])),
     }
 
 
@@ -234,20 +234,20 @@ def test_what_cannot_be_exported_is_an_error_on_every_rank(world: World, tmp_pat
 
 
 def wrong_imports(folder: Path) -> dict[str, str]:
-    import_(folder / "good", small())
+    import_hf(folder / "good", small())
     values = small(5.0)
     like = {"a": values["a"], "c": torch.ones(2), "b": values["b"]}
     found = {
-        "all": refused(lambda: import_(folder / "good", {**like, "a": small(n=8)["a"]}, ignore=["nothing"])),
-        "loose": refused(lambda: import_(folder / "good", {**like, "a": small(n=8)["a"]}, strict=False)),
-        "turned": refused(lambda: import_(folder / "good", values, names=[("a", "a", "T")])),
-        "extra": refused(lambda: import_(folder / "good", {"a": values["a"]})),
-        "unmatched": refused(lambda: import_(folder / "good", values, names=[("x", "y")])),
-        "number": refused(lambda: import_(folder / "good", {**values, "step": 3})),
-        **{name: refused(lambda: import_(folder / name, values)) for name in DAMAGED},  # noqa: B023
+        "all": refused(lambda: import_hf(folder / "good", {**like, "a": small(n=8)["a"]}, ignore=["nothing"])),
+        "loose": refused(lambda: import_hf(folder / "good", {**like, "a": small(n=8)["a"]}, strict=False)),
+        "turned": refused(lambda: import_hf(folder / "good", values, names=[("a", "a", "T")])),
+        "extra": refused(lambda: import_hf(folder / "good", {"a": values["a"]})),
+        "unmatched": refused(lambda: import_hf(folder / "good", values, names=[("x", "y")])),
+        "number": refused(lambda: import_hf(folder / "good", {**values, "step": 3})),
+        **{name: refused(lambda: import_hf(folder / name, values)) for name in DAMAGED},  # noqa: B023
     }
-    import_(folder / "good", {"a": values["a"]}, ignore=[r"b\..*"])
-    import_(folder / "good", like, strict=False)
+    import_hf(folder / "good", {"a": values["a"]}, ignore=[r"b\..*"])
+    import_hf(folder / "good", like, strict=False)
     assert all(x.eq(1).all() for x in optree.tree_leaves(sf.unshard(like)))
     return found
 
@@ -299,12 +299,12 @@ DAMAGED: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 def through_links(folder: Path) -> bool:
-    export(folder / "blobs", small(), largest=10)
+    export_hf(folder / "blobs", small(), largest=10)
     (folder / "snapshot").mkdir(exist_ok=True)
     for file in (folder / "blobs").iterdir():
         with contextlib.suppress(FileExistsError):
             (folder / "snapshot" / file.name).symlink_to(f"../blobs/{file.name}")
-    like = import_(folder / "snapshot", small(0.0))
+    like = import_hf(folder / "snapshot", small(0.0))
     return all(x.eq(1).all() for x in optree.tree_leaves(sf.unshard(like)))
 
 
@@ -314,7 +314,7 @@ def test_links_in_the_folder_of_an_index_are_followed_as_in_a_cache(world: World
 
 def test_what_cannot_be_imported_is_an_error_on_every_rank(world: World, tmp_path: Path) -> None:
     for name in ("good", *DAMAGED):
-        world.run(lambda name=name: export(tmp_path / name, small(), largest=10))
+        world.run(lambda name=name: export_hf(tmp_path / name, small(), largest=10))
         if name in DAMAGED:
             DAMAGED[name][0](tmp_path / name)
     for told in world.run(wrong_imports, tmp_path):
@@ -331,8 +331,8 @@ def test_what_cannot_be_imported_is_an_error_on_every_rank(world: World, tmp_pat
 def without_library(folder: Path) -> str:
     sys.modules["safetensors"] = None  # type: ignore[assignment]
     try:
-        export(folder, small())
-        return refused(lambda: import_(folder, small()))
+        export_hf(folder, small())
+        return refused(lambda: import_hf(folder, small()))
     finally:
         del sys.modules["safetensors"]
 
@@ -361,8 +361,8 @@ def peaks(folder: Path, sizes: dict[str, int], specs: P, dtype: torch.dtype) -> 
     try:
         for n in (8, WIDE):  # the first makes what is made once
             params = wide(n, mesh, specs)
-            exported = grown(lambda: export(folder, params, names=names, dtype=dtype))[0]  # noqa: B023
-            imported = grown(lambda: import_(folder, params, names=names))[0]  # noqa: B023
+            exported = grown(lambda: export_hf(folder, params, names=names, dtype=dtype))[0]  # noqa: B023
+            imported = grown(lambda: import_hf(folder, params, names=names))[0]  # noqa: B023
     finally:
         huggingface.STEP = step
     return exported, imported
@@ -415,8 +415,8 @@ def llama(d: int = 16, wide: int = 40, words: int = 50) -> Any:
 
 def through(source: Path, folder: Path, largest: int) -> Tensor:
     mesh = mesh_of(shard=2)
-    params = import_(source, sf.shard(llama(), mesh, sf.full_shard("shard")), names=LLAMA)
-    export(folder, params, names=LLAMA, largest=largest)
+    params = import_hf(source, sf.shard(llama(), mesh, sf.full_shard("shard")), names=LLAMA)
+    export_hf(folder, params, names=LLAMA, largest=largest)
     return sf.unshard(params["blocks"][1])["mlp"]["down"]
 
 

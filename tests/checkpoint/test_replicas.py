@@ -52,9 +52,9 @@ def saved_islands(root: str, kind: str) -> Any:
     said = [refused(lambda: checkpoint.save(path / "x", tree), ValueError)]
     pending = checkpoint.save_async(path / "x", tree)
     said.append(refused(pending.wait, ValueError))
-    said.append(refused(lambda: checkpoint.export(path / "x", tree["params"])))
+    said.append(refused(lambda: checkpoint.export_hf(path / "x", tree["params"])))
     plain = {"w": tree["params"], "x": torch.full((2,), float(torch.distributed.get_rank()))}
-    said.append(refused(lambda: checkpoint.export(path / "x", plain)))
+    said.append(refused(lambda: checkpoint.export_hf(path / "x", plain)))
     left = [entry.name for entry in path.iterdir() if entry.name[0] != "."]
     checkpoint.save(path / "each", checkpoint.ByRank(tree))
     pending = checkpoint.save_async(path / "also", {"a": checkpoint.ByRank(tree), "step": 3})
@@ -98,7 +98,7 @@ def test_islands_come_back_on_other_numbers_of_ranks_in_each(tmp_path: Path) -> 
 
 def saved_by_interop(root: str) -> list[str]:
     mesh = mesh_of(island=2, shard=1)
-    model = interop.functional(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), small=1)
+    model = interop.functional(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), min_stage_params=1)
 
     adapters = sf.shard(lora.init(model, r".*0", 2), mesh, sf.ddp("island"))
     params, adapters = optree.tree_map(lambda x: x + mesh.get_rank(), (model.shard(mesh, sf.ddp("island")), adapters))

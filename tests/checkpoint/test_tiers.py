@@ -77,8 +77,8 @@ def operations(folder: Path, scratch: Path, depth: int) -> Iterator[tuple[str, C
     yield "load copies", keep("again", lambda: checkpoint.load(folder / "a", kept["params"], donate=False))
     yield "save_async", lambda: checkpoint.save_async(folder / "b", kept["params"]).wait()
     yield "assert_replicated", lambda: sf.assert_replicated(kept["params"])
-    yield "export", lambda: checkpoint.export(folder / "c", kept["params"])
-    yield "import_", lambda: checkpoint.import_(folder / "c", kept["again"])
+    yield "export", lambda: checkpoint.export_hf(folder / "c", kept["params"])
+    yield "import_", lambda: checkpoint.import_hf(folder / "c", kept["again"])
     yield "init of adamw", keep("state", lambda: so.adamw(0.1).init(kept["params"]))
     yield "init of ema", keep("ema", lambda: so.ema(so.sgd(0.1), 0.9).init(kept["params"]))
     yield "unshard some", lambda: sf.unshard(kept["params"], ranks=[0], only=r"blocks\.[01]\..*")
@@ -143,7 +143,7 @@ OPTIMIZERS: dict[str, Callable[[], so.Optimizer]] = {
     "adamw": lambda: so.adamw(0.1),
     "adamw8bit": lambda: so.adamw8bit(0.1),
     "ema": lambda: so.ema(so.sgd(0.1, momentum=0.9), 0.9),
-    "master": lambda: so.master(so.adamw(0.1)),
+    "master": lambda: so.fp32_master_weights(so.adamw(0.1)),
 }
 
 PAIRS = [*zip(PLANS, OPTIMIZERS, strict=True), ("hfsdp", "adamw"), ("zero1", "adamw8bit")]
@@ -259,7 +259,7 @@ def overwritten(folder: Path, scratch: Path) -> list[bool]:
     """Values change after `save_async` has returned, and before the first of them is written."""
     mesh, go_on = sf.make_mesh(device="cpu", scratch=scratch, shard=2), threading.Event()
     params = sf.shard(tree(0), mesh, sf.full_shard("shard").with_tiers(params="disk"))
-    want, tensor = sf.put(params, "device"), Writer.tensor
+    want, tensor = sf.to_tier(params, "device"), Writer.tensor
 
     def late(*args: Any) -> None:
         assert go_on.wait(30)
@@ -315,7 +315,7 @@ def cut_short(folder: Path, scratch: Path) -> Any:
     """The file of one rank loses its end while nobody looks."""
     mesh = sf.make_mesh(device="cpu", scratch=scratch, shard=2)
     params = sf.shard(tree(0), mesh, sf.full_shard("shard").with_tiers(params="disk"))
-    want = sf.put(params, "device")
+    want = sf.to_tier(params, "device")
     checkpoint.save(folder / "1", params)
     place = tensors.place_of(params["embed"].values)
     assert place is not None
@@ -356,9 +356,9 @@ def of_torch(folder: Path, scratch: Path) -> list[bool]:
     empty = optimizer.init(away)
     got = checkpoint.load_torch_optimizer(folder / "torch", empty, part="optim")
     rules = [(r"(.*)\.w", r"\1.weight", "T")]
-    checkpoint.export(folder / "turned", away, names=rules, dtype=torch.float64)
-    zeros = sf.put(optree.tree_map(torch.zeros_like, here), "disk")
-    back = checkpoint.import_(folder / "turned", zeros, names=rules)
+    checkpoint.export_hf(folder / "turned", away, names=rules, dtype=torch.float64)
+    zeros = sf.to_tier(optree.tree_map(torch.zeros_like, here), "disk")
+    back = checkpoint.import_hf(folder / "turned", zeros, names=rules)
     stay = pages_of(scratch)
     return [
         same(got, state), all_on_disk(got["mean"]), same(back, away), all_on_disk(back),
@@ -387,7 +387,7 @@ def of_modules(folder: Path, scratch: Path) -> list[bool]:
         want = sf.shard(model.tree, mesh, here)
         interop.save_pretrained(folder / name, model, want)
         for source in (None, 1):
-            got = interop.load(folder / name, model, mesh, away, source=source)
+            got = interop.load(folder / name, model, mesh, away, src_rank=source)
             interop.save_pretrained(folder / f"{name} again", model, got)
             stay = max(stay, pages_of(scratch))
             files = [(folder / one / "model.safetensors").read_bytes() for one in (name, f"{name} again")]

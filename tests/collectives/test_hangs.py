@@ -432,7 +432,7 @@ def test_ranks_are_told_who_does_not_come(program: Callable[[Any], Any], monkeyp
 
 def strategies() -> dict[str, tuple[Any, dict[str, Any], dict[str, str]]]:
     """Strategy, options of the stage, and transports: every way by which a stage moves anything."""
-    both, few = ("replica", "shard"), {"gather": sf.quant.int8(64), "reduce": sf.quant.int8(64)}
+    both, few = ("replica", "shard"), {"gather_format": sf.quant.int8(64), "reduce_format": sf.quant.int8(64)}
     native = {"all_gather": "native", "reduce_scatter": "native"}
     return {
         "pieces": (sf.full_shard(both), {}, {}),

@@ -17,7 +17,7 @@ from shardfn.collectives import late_checks
 from shardfn.testing import simulated, world
 
 WHOLE: dict[str, Any] = {}
-FEW_BITS = {"gather": quant.int8(64), "reduce": quant.int8(64)}
+FEW_BITS = {"gather_format": quant.int8(64), "reduce_format": quant.int8(64)}
 
 
 def block(p: Any, x: Tensor) -> Tensor:

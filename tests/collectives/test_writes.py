@@ -66,11 +66,11 @@ def parallel(axis: Any, n: int) -> dict[str, Made]:
         "ulysses_attention": (lambda q, k, v: p.ulysses_attention(q, k, v, axis), (q, q.clone(), q.clone())),
         "positions": (lambda: p.positions(8, axis), ()),
         "mixture": (
-            lambda x, w: p.mixture(expert, w, x, routing, axis, capacity=2),
+            lambda x, w: p.mixture_of_experts(expert, w, x, routing, axis, capacity=2),
             (floats(1, 2, 3), floats(2 // n, 1)),
         ),
         "mixture, none dropped": (
-            lambda x, w: p.mixture(expert, w, x, routing, axis),
+            lambda x, w: p.mixture_of_experts(expert, w, x, routing, axis),
             (floats(1, 2, 3), floats(2 // n, 1)),
         ),
         "balance_loss": (lambda logits: p.balance_loss(replace(routing, logits=logits), axis), (floats(1, 2, 2),)),

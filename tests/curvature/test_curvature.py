@@ -478,7 +478,7 @@ def of_module(frozen: tuple[str, ...], dtype: torch.dtype = torch.float64) -> tu
     """How far products with a module's Hessian and Gauss-Newton matrix are from those of its whole parameters."""
     torch.manual_seed(0)
     mesh = sf.make_mesh(shard=-1, device="cpu")
-    model = interop.functional(Net().to(dtype).train(), small=1)
+    model = interop.functional(Net().to(dtype).train(), min_stage_params=1)
     params = model.shard(mesh, sf.full_shard("shard"), frozen=frozen)
     x = torch.randint(0, 7, (4, 3), generator=torch.Generator().manual_seed(1))
     mine = x.chunk(mesh.size())[mesh.get_rank()]

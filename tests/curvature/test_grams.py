@@ -40,7 +40,7 @@ def halved(path: str, weight: Tensor, gram: Tensor) -> Tensor:
 
 def found(strategy: str) -> list[float]:
     mesh, params = sharded_trees(strategy, whole())
-    G = sc.grams(losses_of(sf.stage), params, mine(mesh), outputs=True, fisher=True)
+    G = sc.second_moments(losses_of(sf.stage), params, mine(mesh), outputs=True, fisher=True)
     inputs, outputs = reference()
     assert G.left_out == ("embed.e",)
     assert set(G.tokens.values()) == {2 * 8 * 3}

@@ -260,7 +260,7 @@ def of_convolution() -> list[float]:
     want = {"s.k": (matrix @ k.flatten()).view_as(k)}
     mesh = data_mesh(dist.get_world_size())
     own = IMAGES.tensor_split(mesh.size())[mesh.get_rank()]
-    moments = sc.grams(convolving(sf.stage), params, [own], fisher=True)
+    moments = sc.second_moments(convolving(sf.stage), params, [own], fisher=True)
     gram = sf.unshard(moments.inputs)["s.k"] - a.T @ a / len(a)
     doubled = sf.unshard(moments.replaced(lambda path, w, gram: 2 * w))["s"]["k"] - 2 * k
     squares = sf.unshard(moments.fisher)["s"]["k"] - g["s"]["k"].square().mean(0)
@@ -279,7 +279,7 @@ def with_rows(counts: tuple[int, ...]) -> list[float]:
     k = mesh.get_rank()
     batches = [tuple(x.split(list(counts))[k] for x in rows(0)), tuple(x.split([0, ROWS])[k] for x in rows(1))]
     F = sc.ekfac(losses_of(sf.stage), params, batches)
-    G = sc.grams(losses_of(sf.stage), params, batches)
+    G = sc.second_moments(losses_of(sf.stage), params, batches)
     want = factors()["head.w"][0]
     return [off(F @ v, times(dense(), torch.mv)), float((sf.unshard(G.inputs)["head.w"] - want).abs().max())]
 
@@ -384,7 +384,7 @@ def of_module() -> list[float]:
     torch.manual_seed(3)
     module = Net().double()
     plain = {path: x.detach().clone() for path, x in module.named_parameters()}
-    model = interop.functional(copy.deepcopy(module), small=0)
+    model = interop.functional(copy.deepcopy(module), min_stage_params=0)
     mesh = data_mesh(dist.get_world_size())
     params = model.shard(mesh, STRATEGIES["full_shard"])
     F = sc.ekfac(
@@ -486,19 +486,21 @@ def wrong(which: str) -> str:
         "rows on one rank": lambda: sc.ekfac(
             losses_of(sf.stage), params, [(rows(0)[0], rows(1, 5)[1])] if first else batches[:1]
         ),
-        "batches differ": lambda: sc.grams(losses_of(sf.stage), params, batches if first else batches[:1]),
-        "generator": lambda: sc.grams(losses_of(sf.stage), params, iter(batches)),
-        "none": lambda: sc.grams(losses_of(sf.stage), params, []),
+        "batches differ": lambda: sc.second_moments(losses_of(sf.stage), params, batches if first else batches[:1]),
+        "generator": lambda: sc.second_moments(losses_of(sf.stage), params, iter(batches)),
+        "none": lambda: sc.second_moments(losses_of(sf.stage), params, []),
         "damping": lambda: sc.ekfac(losses_of(sf.stage), params, batches, corrected=False).solve(params, 0.0),
-        "mixed rows": lambda: sc.grams(lambda p, *b: (x := losses_of(sf.stage)(p, *b)) - x.mean(), params, batches),
+        "mixed rows": lambda: sc.second_moments(
+            lambda p, *b: (x := losses_of(sf.stage)(p, *b)) - x.mean(), params, batches
+        ),
         "a query of another kind": lambda: sc.influence(
             lambda q: q, [{"x": torch.ones(3)}], losses_of(sf.stage), params, batches
         ),
-        "another shape": lambda: sc.grams(losses_of(sf.stage), params, batches).replaced(
+        "another shape": lambda: sc.second_moments(losses_of(sf.stage), params, batches).replaced(
             lambda path, w, gram: w[:1] if path == "head.w" else w
         ),
         "no distribution": lambda: sc.ekfac(
-            sc.Drawn(lambda p, t, y: net(sf.stage, p, t), lambda z, t, y: z), params, batches
+            sc.SampledLabels(lambda p, t, y: net(sf.stage, p, t), lambda z, t, y: z), params, batches
         ),
     }
     return told(calls[which])
@@ -533,7 +535,7 @@ def test_errors_are_told_on_all_ranks(world: World, which: str, message: str) ->
 def fisher_of_draws() -> list[float]:
     """The matrix at labels that were drawn is the empirical one at these labels."""
     mesh, params, v = sharded_trees("full_shard", whole(), vector())
-    drawn = sc.Drawn(lambda p, t: net(sf.stage, p, t), lambda z, t: Categorical(logits=z), seed=4)
+    drawn = sc.SampledLabels(lambda p, t: net(sf.stage, p, t), lambda z, t: Categorical(logits=z), seed=4)
     before = torch.get_rng_state()
     batches = [(t,) for t, _ in mine(mesh)]
     F = sc.ekfac(drawn, params, batches)
@@ -552,7 +554,9 @@ def test_labels_are_the_same_in_each_pass(world: World) -> None:
 
 def test_labels_are_drawn_from_the_model() -> None:
     (t, _), n = rows(0), 500
-    drawn = [sc.Drawn(lambda p, t: net(plainly, p, t), lambda z, t: Categorical(logits=z), seed) for seed in range(n)]
+    drawn = [
+        sc.SampledLabels(lambda p, t: net(plainly, p, t), lambda z, t: Categorical(logits=z), seed) for seed in range(n)
+    ]
     wanted = torch.softmax(net(plainly, whole(), t), 1)
     found = sum(F.one_hot(each.labelled(whole(), (t,), 0)[0], CLASSES) for each in drawn) / n
     assert ((found - wanted).abs() <= 4 * (wanted * (1 - wanted) / n).sqrt() + 1 / n).all()
@@ -926,7 +930,7 @@ def along_one_axis() -> list[float]:
     batches = [tuple(x.tensor_split(2)[k] for x in rows(batch)) for batch in (0, 1)]
     found = sc.ekfac(losses_of(sf.stage), params, batches)
     assert found.rows == 2 * ROWS
-    drawn = sc.Drawn(lambda p, t: net(sf.stage, p, t), lambda z, t: Categorical(logits=z))
+    drawn = sc.SampledLabels(lambda p, t: net(sf.stage, p, t), lambda z, t: Categorical(logits=z))
     labels = sf.shard_map(lambda x: sf.all_gather(x, "other"), mesh=mesh, in_specs=..., out_specs=...)(
         drawn.labelled(params, (batches[0][0],), 0)[0]
     )

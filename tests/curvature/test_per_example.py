@@ -416,7 +416,7 @@ def in_few_bits(options: dict[str, Any], autocast: bool) -> float:
 def test_few_bits(world: World) -> None:
     half = torch.bfloat16
     few = {"gather_dtype": half, "reduce_dtype": torch.float32, "input_dtype": half}
-    for options, autocast in ((few, False), ({}, True), ({"gather": sf.quant.int8()}, False)):
+    for options, autocast in ((few, False), ({}, True), ({"gather_format": sf.quant.int8()}, False)):
         assert worst(world.run(in_few_bits, options, autocast)) < 0.1
     assert worst(world.run(in_few_bits, {}, False)) < 1e-4
 
@@ -532,7 +532,13 @@ def private(strategy: str, noise: float) -> Any:
     mesh, params = sharded_trees(strategy, whole())
     n = 8 // mesh.size()
     own = tokens(0, 8)[n * mesh.get_rank() : n * (mesh.get_rank() + 1)]
-    options: dict[str, Any] = {"clip": 0.5, "noise": noise, "size": 10.0, "seed": 3, "step": 7}
+    options: dict[str, Any] = {
+        "max_grad_norm": 0.5,
+        "noise_multiplier": noise,
+        "expected_batch_size": 10.0,
+        "seed": 3,
+        "step": 7,
+    }
     got = [dp_grads(losses_of(sf.stage, mlp), params, own, micro=micro, **options) for micro in (1, 2)]
     return [sf.unshard(g) for g in got]
 
@@ -562,8 +568,13 @@ def of_samples(strategy: str, rate: float, rounds: int) -> list[Any]:
     """Private gradients of samples, by rank, and which rows they had."""
     mesh, params = sharded_trees(strategy, whole())
     axes = tuple(mesh.mesh_dim_names or ())
-    batches = sf.run.batches({"t": tokens(0, 24), "row": torch.arange(24)}, mesh, axes, 24, 5, rate=rate)
-    options: dict[str, Any] = {"clip": 0.5, "noise": 1.1, "size": 24 * rate, "seed": 3}
+    batches = sf.run.batches({"t": tokens(0, 24), "row": torch.arange(24)}, mesh, axes, 24, 5, sample_rate=rate)
+    options: dict[str, Any] = {
+        "max_grad_norm": 0.5,
+        "noise_multiplier": 1.1,
+        "expected_batch_size": 24 * rate,
+        "seed": 3,
+    }
     found = []
     for step, batch in zip(range(rounds), batches, strict=False):
         got = dp_grads(losses_of(sf.stage, mlp), params, batch["t"], mask=batch["mask"], step=step, **options)
@@ -583,11 +594,17 @@ def test_private_gradients_of_samples_are_the_same_on_any_mesh(rate: float) -> N
     assert (0 in sizes) == (rate < 0.1)
     assert len(set(sizes)) > 1
     for step, (rows, _, _) in enumerate(wanted):  # by one process without stages, and by its rows alone
-        options: dict[str, Any] = {"clip": 0.5, "noise": 1.1, "size": 24 * rate, "seed": 3, "step": step}
+        options: dict[str, Any] = {
+            "max_grad_norm": 0.5,
+            "noise_multiplier": 1.1,
+            "expected_batch_size": 24 * rate,
+            "seed": 3,
+            "step": step,
+        }
         alone_ = dp_grads(plain, whole(), tokens(0, 24)[rows], **options)
         assert distance(wanted[step][1], alone_, floor=1.0) < 1e-12
         each = alone(plain, whole(), tokens(0, 24)[rows]) if rows else None
-        clean = dp_grads(plain, whole(), tokens(0, 24)[rows], **options | {"noise": 0.0})
+        clean = dp_grads(plain, whole(), tokens(0, 24)[rows], **options | {"noise_multiplier": 0.0})
         weights = (0.5 / norms_of(each)).clamp(max=1) if rows else torch.zeros(0)
         exact = [torch.einsum("r,r...->...", weights, g) / (24 * rate) for g in optree.tree_leaves(each)]
         assert all(distance(a, b, floor=1.0) < 1e-12 for a, b in zip(optree.tree_leaves(clean), exact, strict=False))
@@ -606,7 +623,7 @@ def test_masked_rows_make_no_difference() -> None:
         return (p * x).exp().sum(1)
 
     rows = torch.tensor([[1.0, 2.0], [1e9, 1e9], [0.5, 1.0]])
-    options: dict[str, Any] = {"clip": 1.0, "noise": 0.0, "size": 2.0}
+    options: dict[str, Any] = {"max_grad_norm": 1.0, "noise_multiplier": 0.0, "expected_batch_size": 2.0}
     mask = torch.tensor([True, False, True])
     got = dp_grads(losses, torch.ones(2), rows, mask=mask, seed=0, step=0, **options)
     assert torch.equal(got, dp_grads(losses, torch.ones(2), rows[mask], seed=0, step=0, **options))
@@ -626,7 +643,13 @@ def late_look() -> str:
         return sf.stage(twisted)(p, x).square().sum((1, 2))
 
     x = normal(3, T, D, seed=mesh.get_rank())
-    options: dict[str, Any] = {"clip": 1.0, "noise": 0.0, "size": 1.0, "seed": 0, "step": 0}
+    options: dict[str, Any] = {
+        "max_grad_norm": 1.0,
+        "noise_multiplier": 0.0,
+        "expected_batch_size": 1.0,
+        "seed": 0,
+        "step": 0,
+    }
     for counts in ((0, 0), (0, 3)):
         dp_grads(losses, params, x, mask=torch.arange(3) < counts[mesh.get_rank()], **options)
     try:
@@ -649,7 +672,16 @@ def test_noise_is_normal_and_another_at_each_step() -> None:
         return x * (p["a"].sum() + p["b"].sum())
 
     def drawn(seed: int, step: int) -> list[Tensor]:
-        g = dp_grads(losses, params, nothing, clip=2.0, noise=3.0, size=1.0, seed=seed, step=step)
+        g = dp_grads(
+            losses,
+            params,
+            nothing,
+            max_grad_norm=2.0,
+            noise_multiplier=3.0,
+            expected_batch_size=1.0,
+            seed=seed,
+            step=step,
+        )
         return [x.flatten() / 6 for x in optree.tree_leaves(g)]
 
     each = [*drawn(0, 0), *drawn(0, 1), *drawn(1, 0)]
@@ -709,7 +741,14 @@ def wrong_calls() -> dict[str, str]:
     half: Any = {"seed": 0.5, "step": 0}
 
     def of_a_mask(mask: Any) -> Any:
-        return {"clip": 1.0, "noise": 0.0, "size": 1.0, "seed": 0, "step": 0, "mask": mask}
+        return {
+            "max_grad_norm": 1.0,
+            "noise_multiplier": 0.0,
+            "expected_batch_size": 1.0,
+            "seed": 0,
+            "step": 0,
+            "mask": mask,
+        }
 
     programs: dict[str, Callable[[], Any]] = {
         "a batch norm": lambda: per_example(lambda p, x: sf.stage(batch_normed)(p, x).square().sum((1, 2)), params, x),
@@ -730,14 +769,22 @@ def wrong_calls() -> dict[str, str]:
         "rows of one": lambda: per_example(lambda p, x, *y: losses(p, x), params, x, *[x[:2]] * rank),
         "parts of one": lambda: per_example(losses, params, x, micro=1 + rank),
         "weights": lambda: per_example(losses, params, x).weighted(torch.ones(3)),
-        "clip": lambda: dp_grads(losses, params, x, clip=0.0, noise=1.0, size=1.0, seed=0, step=0),
-        "noise": lambda: dp_grads(losses, params, x, clip=1.0, noise=-1.0, size=1.0, seed=0, step=0),
-        "size": lambda: dp_grads(losses, params, x, clip=1.0, noise=1.0, size=math.inf, seed=0, step=0),
+        "clip": lambda: dp_grads(
+            losses, params, x, max_grad_norm=0.0, noise_multiplier=1.0, expected_batch_size=1.0, seed=0, step=0
+        ),
+        "noise": lambda: dp_grads(
+            losses, params, x, max_grad_norm=1.0, noise_multiplier=-1.0, expected_batch_size=1.0, seed=0, step=0
+        ),
+        "size": lambda: dp_grads(
+            losses, params, x, max_grad_norm=1.0, noise_multiplier=1.0, expected_batch_size=math.inf, seed=0, step=0
+        ),
         "mask": lambda: dp_grads(losses, params, x, **of_a_mask(torch.ones(4))),
         "length": lambda: dp_grads(losses, params, x, **of_a_mask(torch.ones(3, dtype=torch.bool))),
         "one rank": lambda: dp_grads(losses, params, x, **of_a_mask(torch.ones(4 - mesh.get_rank(), dtype=torch.bool))),
         "no mask": lambda: dp_grads(losses, params, x, **of_a_mask([True] * 4)),
-        "seed": lambda: dp_grads(losses, params, x, clip=1.0, noise=1.0, size=1.0, **half),
+        "seed": lambda: dp_grads(
+            losses, params, x, max_grad_norm=1.0, noise_multiplier=1.0, expected_batch_size=1.0, **half
+        ),
     }
     return {name: told(program) for name, program in programs.items()}
 
@@ -760,9 +807,9 @@ def test_errors(world: World) -> None:
         assert all("has 4" in found[name] and "has 2" in found[name] for name in ("rows", "rows of one"))
         assert "micro=1" in found["parts of one"]
         assert "weights: (3,), for 4 examples" in found["weights"]
-        assert "clip must be a finite number above 0, got 0.0" in found["clip"]
-        assert "noise must be a finite number, 0 or more, got -1.0" in found["noise"]
-        assert "size must be a finite number above 0, got inf" in found["size"]
+        assert "max_grad_norm must be a finite number above 0, got 0.0" in found["clip"]
+        assert "noise_multiplier must be a finite number, 0 or more, got -1.0" in found["noise"]
+        assert "expected_batch_size must be a finite number above 0, got inf" in found["size"]
         assert "a seed is an int" in found["seed"]
         mask = "mask must be bool, [4], one for each of this rank's rows, got "
         assert f"{mask}torch.float32 of shape (4,)" in found["mask"]

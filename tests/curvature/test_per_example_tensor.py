@@ -212,7 +212,7 @@ def private(sizes: dict[str, int], noise: float) -> Any:
     mesh = sf.make_mesh(device="cpu", **sizes)
     params = sf.shard(whole(), mesh, sf.full_shard("shard"), specs=SPECS)
     losses = losses_of(sf.stage, block, "tensor")
-    options: dict[str, Any] = {"clip": 0.5, "noise": noise, "size": 10.0, "seed": 3}
+    options: dict[str, Any] = {"max_grad_norm": 0.5, "noise_multiplier": noise, "expected_batch_size": 10.0, "seed": 3}
 
     def step(params: Any, x: Tensor) -> Any:
         mask = torch.arange(len(x)) % 3 > 0
@@ -230,7 +230,13 @@ def private(sizes: dict[str, int], noise: float) -> Any:
 def test_private_gradients_are_those_of_one_process() -> None:
     losses, x = losses_of(plainly, block), tokens(0, 12)
     for noise in (0.0, 1.1):
-        options: dict[str, Any] = {"clip": 0.5, "noise": noise, "size": 10.0, "seed": 3, "step": 7}
+        options: dict[str, Any] = {
+            "max_grad_norm": 0.5,
+            "noise_multiplier": noise,
+            "expected_batch_size": 10.0,
+            "seed": 3,
+            "step": 7,
+        }
         for ranks, sizes in ((2, {"shard": 1, "tensor": 2}), (4, {"shard": 2, "tensor": 2})):
             n = 12 // sizes["shard"]
             mask = torch.cat([torch.arange(n) % 3 > 0] * sizes["shard"])
@@ -307,7 +313,7 @@ def of_a_module(kind: str) -> list[float]:
     module = module.double().eval()
     whole = copy.deepcopy(module)
     mesh = sf.make_mesh(device="cpu", shard=dist.get_world_size() // 2, tensor=2)
-    model = interop.functional(module, small=0, tensor="auto" if kind == "llama" else
+    model = interop.functional(module, min_stage_params=0, tensor="auto" if kind == "llama" else
                                interop.GPT2 if kind == "gpt2" else interop.LLAMA)  # fmt: skip
     params = model.shard(mesh, sf.full_shard("shard"))
     place = mesh.get_local_rank("shard")
@@ -356,7 +362,13 @@ def wrong_calls() -> dict[str, str]:
     def unfinished(params: Any, x: Tensor) -> Tensor:
         return losses(params, x) * (1 + sf.axis_index("tensor"))
 
-    options: dict[str, Any] = {"clip": 1.0, "noise": 0.0, "size": 1.0, "seed": 0, "step": 0}
+    options: dict[str, Any] = {
+        "max_grad_norm": 1.0,
+        "noise_multiplier": 0.0,
+        "expected_batch_size": 1.0,
+        "seed": 0,
+        "step": 0,
+    }
     programs: dict[str, Callable[[], Any]] = {
         "other rows": lambda: per_example(losses, params, of_rank),
         "fewer rows": lambda: per_example(losses, params, x[here:]),

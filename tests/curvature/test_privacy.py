@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardfn.curvature import epsilon, noise_for, privacy
+from shardfn.curvature import epsilon, noise_multiplier_for, privacy
 from tests.refusals import refused, told
 
 
@@ -81,7 +81,7 @@ def test_more_is_less_private() -> None:
 
 @pytest.mark.parametrize("asked", [0.5, 30.0])
 def test_the_noise_for_an_epsilon_has_it(asked: float) -> None:
-    noise = noise_for(asked, 0.1, 50, 1e-5)
+    noise = noise_multiplier_for(asked, 0.1, 50, 1e-5)
     assert epsilon(noise, 0.1, 50, 1e-5) <= asked < epsilon(noise / 1.006, 0.1, 50, 1e-5)
 
 
@@ -89,8 +89,8 @@ def test_an_epsilon_out_of_reach_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(privacy, "LEAST", 0.9)
     monkeypatch.setattr(privacy, "MOST", 4.0)
     for asked in (60.0, 0.1):
-        said = refused(functools.partial(noise_for, asked, 1.0, 10, 1e-5), ValueError)
-        assert said == f"noise_for: epsilon={asked}: the noise for it is not between 0.9 and 4"
+        said = refused(functools.partial(noise_multiplier_for, asked, 1.0, 10, 1e-5), ValueError)
+        assert said == f"noise_multiplier_for: epsilon={asked}: the noise for it is not between 0.9 and 4"
 
 
 WRONG: dict[str, tuple[Any, str]] = {
@@ -107,15 +107,17 @@ def test_numbers_out_of_range_are_refused(name: str) -> None:
     given: dict[str, Any] = {"noise": 1.0, "rate": 1.0, "steps": 1, "delta": 1e-5}
     assert told(lambda: epsilon(**given | {name: value})) == f"ValueError: {says}"
     others = {key: x for key, x in given.items() if key != "noise"}
-    assert told(lambda: noise_for(**{"epsilon": True} | others)).startswith("ValueError: noise_for: epsilon must be")
+    assert told(lambda: noise_multiplier_for(**{"epsilon": True} | others)).startswith(
+        "ValueError: noise_multiplier_for: epsilon must be"
+    )
     assert "steps must be 1 or more, got 0, which need no noise" in told(
-        lambda: noise_for(1.0, **others | {"steps": 0})
+        lambda: noise_multiplier_for(1.0, **others | {"steps": 0})
     )
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("dp_accounting", "dp_accounting.pld"):
         monkeypatch.setitem(sys.modules, module, None)
-    for call in (epsilon, noise_for):
+    for call in (epsilon, noise_multiplier_for):
         said = told(functools.partial(call, 1.0, 1.0, 1, 1e-5))
         assert said == f"ImportError: {call.__name__} needs the package dp-accounting: pip install '.[privacy]'"

@@ -41,7 +41,7 @@ def any_of(x: Any) -> Any:
 
 # --- numbers that ranks must be given alike ---
 
-LOCAL = {"epsilon", "noise_for", "Spectrum.density", "Drawn.labelled"}  # no other rank takes part
+LOCAL = {"epsilon", "noise_multiplier_for", "Spectrum.density", "SampledLabels.labelled"}  # no other rank takes part
 SECRET = 987654321
 
 
@@ -76,15 +76,22 @@ def calls(params: Any, batches: Any, folder: str) -> dict[str, tuple[Callable[..
     rows = sc.per_example(losses, params, *batches[0])
     F = sc.ekfac(losses, params, batches, corrected=False)
     store = sc.store_gradients(folder, losses, params, batches, size=2)
-    private = {"clip": 1.0, "noise": 1.0, "size": 4.0, "seed": SECRET, "step": 1, "micro": 1}
+    private = {
+        "max_grad_norm": 1.0,
+        "noise_multiplier": 1.0,
+        "expected_batch_size": 4.0,
+        "seed": SECRET,
+        "step": 1,
+        "micro": 1,
+    }
     pure, weights = so.sgd(0.1, donate=False), torch.ones(())
     return {
         "top_eig": (
             lambda **n: sc.top_eig(A, **n),
-            {"count": 1, "tolerance": 0.1, "basis": 3, "products": 9, "seed": 0},
+            {"count": 1, "tolerance": 0.1, "max_basis": 3, "products": 9, "seed": 0},
         ),
-        "spectrum": (lambda **n: sc.spectrum(A, **n), {"steps": 1, "draws": 1, "seed": 0, "every": 1}),
-        "trace": (lambda **n: sc.trace(A, **n), {"products": 9, "sketch": 1, "seed": 0}),
+        "spectrum": (lambda **n: sc.spectrum(A, **n), {"steps": 1, "num_probes": 1, "seed": 0, "every": 1}),
+        "trace": (lambda **n: sc.trace(A, **n), {"num_matvecs": 9, "sketch": 1, "seed": 0}),
         "diag": (lambda **n: sc.diag(A, **n), {"products": 2, "seed": 0}),
         "solve": (
             lambda **n: sc.solve(A, b, "neumann", **n),
@@ -104,7 +111,9 @@ def calls(params: Any, batches: Any, folder: str) -> dict[str, tuple[Callable[..
         "dp_grads": (lambda **n: sc.dp_grads(losses, params, batches[0], **n), private),
         "ekfac": (lambda **n: sc.ekfac(losses, params, batches, **n), {"corrected": False}),
         "Kronecker.solve": (lambda **n: F.solve(params, **n), {"damping": 0.1}),
-        "grams": (lambda **n: sc.grams(losses, params, batches, **n), {"outputs": False, "fisher": False}),
+        "second_moments": (
+            lambda **n: sc.second_moments(losses, params, batches, **n), {"outputs": False, "fisher": False}
+        ),
         "store_gradients": (
             lambda **n: sc.store_gradients(folder, losses, params, batches, **n), {"size": 2, "seed": 0}
         ),
@@ -145,10 +154,10 @@ def otherwise_differing() -> dict[str, str]:
     rank, losses = mesh.get_rank(), losses_of(sf.stage)
     params, batches = sf.shard(whole(), mesh, STRATEGIES["full_shard"]), mine(mesh)
     H = sc.hvp(lambda p, *b: losses(p, *b).sum(), params, batches)
-    moments = sc.grams(losses, params, batches, outputs=True)
+    moments = sc.second_moments(losses, params, batches, outputs=True)
     matrices = [path for path in moments.kinds if "head" in path]
     rows = sc.per_example(losses, params, *batches[0])
-    private: Any = {"clip": 1.0, "noise": 0.0, "size": 4.0, "seed": 0, "step": 0}
+    private: Any = {"max_grad_norm": 1.0, "noise_multiplier": 0.0, "expected_batch_size": 4.0, "seed": 0, "step": 0}
 
     def estimated(**numbers: Any) -> Any:
         optimizer = so.kfac(0.1, which=matrices, **numbers)
@@ -159,13 +168,15 @@ def otherwise_differing() -> dict[str, str]:
         "rows of one rank": told(lambda: H / (1000 + rank)),
         "no batches": told(lambda: sc.hvp(losses, params, None if rank else batches)),
         "a generator": told(lambda: sc.hvp(losses, params, iter(batches) if rank else batches)),
-        "a seed of labels": told(lambda: sc.grams(sc.Drawn(lambda p, t, y: net(sf.stage, p, t), lambda z, t, y:
-                                                           Categorical(logits=z), seed=rank), params, batches)),
+        "a seed of labels": told(lambda: sc.second_moments(
+            sc.SampledLabels(lambda p, t, y: net(sf.stage, p, t), lambda z, t, y: Categorical(logits=z), seed=rank),
+            params, batches,
+        )),
         "a state": told(lambda: sc.sharpness(lambda p: p["x"].square().sum(), {"x": torch.ones(3)},
                                              state={"x": torch.ones(3)} if rank else None)),
         "kfac": told(lambda: estimated(damping=0.1 + rank)),
         "kfac's steps": told(lambda: estimated(every=1 + rank)),
-        "a range": told(lambda: sc.dp_grads(losses, params, batches[0], **private | {"clip": 1.0 - rank})),
+        "a range": told(lambda: sc.dp_grads(losses, params, batches[0], **private | {"max_grad_norm": 1.0 - rank})),
         "parts": told(lambda: sc.per_example(losses, params, *batches[0], micro=1 - rank)),
         "weights": told(lambda: rows.weighted(torch.ones(len(rows.norms) + rank))),
         "a limit": told(lambda: rows.clipped(1.0 - rank)),
@@ -182,7 +193,7 @@ def test_what_one_rank_is_given_otherwise_is_told_on_all(world: World) -> None:
         assert "state: " in found["a state"]
         assert "damping: 0.1" in found["kfac"]
         assert "every: 1" in found["kfac's steps"]
-        assert "clip must be a finite number above 0, got 0.0" in found["a range"]
+        assert "max_grad_norm must be a finite number above 0, got 0.0" in found["a range"]
         assert "limit must be a number above 0, got 0.0" in found["a limit"]
 
 
@@ -208,8 +219,8 @@ def dropped(params: Any, t: Tensor, y: Tensor) -> Tensor:
     return F.dropout(each, 0.5)
 
 
-def drawn(seed: int = 0, temperature: float = 1.0, stage: Any = lambda f: f) -> sc.Drawn:
-    return sc.Drawn(lambda p, t, y: net(stage, p, t), lambda z, t, y: Categorical(logits=z / temperature), seed)
+def drawn(seed: int = 0, temperature: float = 1.0, stage: Any = lambda f: f) -> sc.SampledLabels:
+    return sc.SampledLabels(lambda p, t, y: net(stage, p, t), lambda z, t, y: Categorical(logits=z / temperature), seed)
 
 
 def moved(by: float) -> Any:
@@ -356,8 +367,8 @@ UNPACKED: dict[str, Callable[[], Any]] = {
     "influence": lambda: sc.influence(lambda q: q, [X], two_of, X, PAIR),
     "store_gradients": lambda: sc.store_gradients("/nowhere/at/all", two_of, X, PAIR),
     "ekfac": lambda: sc.ekfac(two_of, X, PAIR),
-    "ekfac of drawn": lambda: sc.ekfac(sc.Drawn(two_of, normal), X, PAIR),
-    "grams": lambda: sc.grams(two_of, X, PAIR),
+    "ekfac of drawn": lambda: sc.ekfac(sc.SampledLabels(two_of, normal), X, PAIR),
+    "second_moments": lambda: sc.second_moments(two_of, X, PAIR),
     "unroll": lambda: sc.unroll(outer_loss, PURE, lambda p, h: p["x"].sum())(X, PURE.init(X), torch.ones(()), PAIR),
     "implicit": lambda: sc.implicit(outer_loss, lambda p, h: p["x"].sum(), X, torch.ones(()), PAIR),
 }
@@ -397,8 +408,8 @@ def test_all_functions_of_operators_are_tried() -> None:
 
 
 COUNTS = {
-    "top_eig": ("count", "basis", "products"), "spectrum": ("steps", "draws", "every"), "diag": ("products",),
-    "trace": ("products", "sketch"), "solve": ("products",),
+    "top_eig": ("count", "max_basis", "products"), "spectrum": ("steps", "num_probes", "every"), "diag": ("products",),
+    "trace": ("num_matvecs", "sketch"), "solve": ("products",),
 }  # fmt: skip
 
 
@@ -480,9 +491,14 @@ MISUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: sc.influence(lambda q: q, [X], summed, X, [PAIR]),
         "TypeError: influence of summed: summed returns one",
     ),
-    "a mean to grams": (lambda: sc.grams(summed, X, [PAIR]), "TypeError: grams of summed: summed returns one"),
+    "a mean to grams": (
+        lambda: sc.second_moments(summed, X, [PAIR]),
+        "TypeError: second_moments of summed: summed returns one",
+    ),
     "a mean to dp_grads": (
-        lambda: sc.dp_grads(summed, X, PAIR, clip=1.0, noise=0.0, size=1.0, seed=0, step=0),
+        lambda: sc.dp_grads(
+            summed, X, PAIR, max_grad_norm=1.0, noise_multiplier=0.0, expected_batch_size=1.0, seed=0, step=0
+        ),
         "TypeError: dp_grads: summed returns one loss a row",
     ),
     "a batch in one": (
@@ -490,12 +506,14 @@ MISUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "TypeError: per_example: two_of.* gets 2 arguments: missing .*'y'. Pass what follows the parameters one by one",
     ),
     "a batch in a list": (
-        lambda: sc.dp_grads(two_of, X, [*PAIR], clip=1.0, noise=0.0, size=1.0, seed=0, step=0),
+        lambda: sc.dp_grads(
+            two_of, X, [*PAIR], max_grad_norm=1.0, noise_multiplier=0.0, expected_batch_size=1.0, seed=0, step=0
+        ),
         r"TypeError: dp_grads: .* missing .*'y'. The batch is a tuple of what follows: \(x, y\)",
     ),
     "a state before moments": (
         lambda: any_of(so.kfac(0.1)).estimate({}, None),
-        r"TypeError: kfac: estimate\(moments, state\) takes what curvature.grams returns, .* a dict and a NoneType",
+        r"TypeError: kfac: estimate\(moments, state\) takes what curvature.second_moments ret.* a dict and a NoneTy",
     ),
     "a pattern of nothing": (
         lambda: so.kfac(0.1, which="nothing").init({"w": EYE}),

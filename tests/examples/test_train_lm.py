@@ -118,7 +118,7 @@ def interrupted(sizes: dict[str, int], folder: str, steps: int, strategy: str = 
 
     try:
         run = train_lm.train(
-            TINY, mesh, (text, text.flip(0)), STEPS, 0, placement(strategy), (stop,), save=folder, every=2
+            TINY, mesh, (text, text.flip(0)), STEPS, 0, placement(strategy), (stop,), save=folder, save_every=2
         )
     except RuntimeError as error:
         if "stopped" not in str(error):

@@ -23,7 +23,7 @@ def of_batches() -> list[float]:
     mesh, module = meshed(), zoo.build("llama")
     whole = zoo.text()
     want = module(**whole).logits.sum().item()
-    model = functional(zoo.build("llama"), small=512)
+    model = functional(zoo.build("llama"), min_stage_params=512)
     params = model.shard(mesh, sf.full_shard("shard"))
     found = []
     for kind in (transformers.BatchEncoding, transformers.BatchFeature):
@@ -50,7 +50,7 @@ def test_batches_of_tokenizers_are_cut_like_dicts(world: World) -> None:
 
 
 def test_they_keep_their_class_and_names() -> None:
-    functional(zoo.build("llama"), small=512)
+    functional(zoo.build("llama"), min_stage_params=512)
     batch = transformers.BatchEncoding({"b": torch.ones(2), "a": torch.zeros(2)})
     doubled = torch.utils._pytree.tree_map(lambda x: x * 2, batch)
     assert type(doubled) is transformers.BatchEncoding

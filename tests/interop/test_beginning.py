@@ -92,7 +92,7 @@ TABLE: dict[str, tuple[Callable[[], nn.Module], dict[str, Callable[[Tensor], boo
 
 
 def begun(module: nn.Module, mesh: Any, strategy: str = "full_shard", files: Any = None, **more: Any) -> Loaded:
-    model = interop.functional(module, small=16)
+    model = interop.functional(module, min_stage_params=16)
     params = interop.load(files or {}, model, mesh, STRATEGIES[strategy], **{"strict": False, **more})
     return model.state_dict(params)
 
@@ -121,7 +121,7 @@ def tables() -> dict[str, Any]:
     kept = nn.Linear(3, 3).double()
     nn.init.constant_(kept.weight, 4.0), nn.init.constant_(kept.bias, 5.0)
     found["what the module has"] = [key for key, x in begun(kept, mesh).items() if x.mean() not in (4.0, 5.0)]
-    packed = interop.functional(on_meta(lambda: nn.Linear(64, 64)), small=16)
+    packed = interop.functional(on_meta(lambda: nn.Linear(64, 64)), min_stage_params=16)
     whole = begun(on_meta(lambda: nn.Linear(64, 64)), mesh)["weight"]
     packed.tree = quant.quantize(packed.tree, quant.nf4(), "weight")
     loaded = sf.unshard(interop.load({}, packed, mesh, STRATEGIES["full_shard"], strict=False, frozen="weight"))
@@ -141,7 +141,7 @@ def refusals() -> dict[str, str]:
     normed = lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))  # noqa: E731
     return {
         "silent": refused(lambda: begun(on_meta(lambda: nn.Sequential(Silent())), mesh)),
-        "silent, from one": refused(lambda: begun(on_meta(Silent), mesh, files={}, source=0)),
+        "silent, from one": refused(lambda: begun(on_meta(Silent), mesh, files={}, src_rank=0)),
         "computed": refused(lambda: begun(on_meta(normed), mesh)),
         "strict": refused(lambda: begun(on_meta(Scales), mesh, strict=True)),
         "seeds": refused(lambda: begun(on_meta(Scales), mesh, seed=dist.get_rank()), ValueError),
@@ -195,7 +195,7 @@ def headed(folder: Path) -> tuple[Loaded, dict[str, bool], list[str]]:
             module = transformers.BertForSequenceClassification(config)
         return begun(module, mesh, files=folder, **more)
 
-    others: dict[str, dict[str, Any]] = {"replicated": {"strategy": "ddp"}, "from one": {"source": 0}}
+    others: dict[str, dict[str, Any]] = {"replicated": {"strategy": "ddp"}, "from one": {"src_rank": 0}}
     with logged() as told:
         values = loaded()
         checks = {name: same(loaded(**how), values) for name, how in others.items()}

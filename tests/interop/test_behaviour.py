@@ -32,7 +32,7 @@ def mine(batch: zoo.Batch) -> zoo.Batch:
 
 
 def sharded(module: nn.Module, **options: Any) -> tuple[Functional, Any, Any]:
-    model = functional(module, **{"small": 512, **options})
+    model = functional(module, **{"min_stage_params": 512, **options})
     mesh = meshed()
     return model, sf.shard(model.tree, mesh, sf.full_shard("shard"), frozen=model.frozen), mesh
 
@@ -151,9 +151,9 @@ def spoken(case: str) -> dict[str, Any]:
         found: Tensor = call(x).last_hidden_state.square().sum()
         return found
 
-    found: dict[str, Any] = {"away": max(away(speech(kind, more), run, small=256).values())}
+    found: dict[str, Any] = {"away": max(away(speech(kind, more), run, min_stage_params=256).values())}
     if "layerdrop" in more:
-        model, params, mesh = sharded(speech(kind, more), small=256)
+        model, params, mesh = sharded(speech(kind, more), min_stage_params=256)
         torch.manual_seed(rank)
         with pytest.raises(ValueError, match=r"leaves layers out while it trains \(layerdrop=0\.\d\), differ") as error:
             mapped(sf.grad(lambda p: model(p, x).last_hidden_state.sum()), mesh)(params)
@@ -178,10 +178,12 @@ def orders() -> dict[str, Any]:
     module = seeded(Net)
     x = zoo.numbers(4).chunk(2)[dist.get_rank()]
     found: dict[str, Any] = {
-        "once": away(module, lambda call: call(x).logits.square().sum(), small=0),
-        "twice, and backwards": away(module, lambda call: call(x, (2, 1, 2, 0)).logits.square().sum(), small=0),
+        "once": away(module, lambda call: call(x).logits.square().sum(), min_stage_params=0),
+        "twice, and backwards": away(
+            module, lambda call: call(x, (2, 1, 2, 0)).logits.square().sum(), min_stage_params=0
+        ),
     }
-    model, params, mesh = sharded(copy.deepcopy(module), small=0)
+    model, params, mesh = sharded(copy.deepcopy(module), min_stage_params=0)
     assert model.stages == ("blocks.0", "blocks.1", "blocks.2")
 
     def gradient(order: tuple[int, ...]) -> float:
@@ -304,7 +306,10 @@ class Chain(nn.Module):
 
 def handed_on() -> dict[str, dict[str, float]]:
     x = zoo.numbers(4).chunk(2)[dist.get_rank()] / 8
-    return {name: away(seeded(partial(Chain, make)), lambda call: call(x), small=0) for name, make in TUPLES.items()}
+    return {
+        name: away(seeded(partial(Chain, make)), lambda call: call(x), min_stage_params=0)
+        for name, make in TUPLES.items()
+    }
 
 
 @pytest.mark.world(2, "processes")
@@ -358,7 +363,7 @@ def several() -> dict[str, Any]:
             p.add_(0.01)
     then = reference(**batch).logits.detach()
     _, want = of_module(policy, lambda call: (call(**batch).logits - then).square().sum())
-    other = functional(reference, small=512)
+    other = functional(reference, min_stage_params=512)
     model, params, mesh = sharded(policy)
     frozen = sf.shard(other.tree, mesh, sf.full_shard("shard"), frozen=".*")
 
@@ -377,7 +382,7 @@ def several() -> dict[str, Any]:
     named = model.state_dict(grads)
     found["accumulated"] = max(off({k: named[k] for k in want}, want), abs(float(value / total) - 1))
     found["mixed dtypes, frozen ones"] = max(
-        v for v in away(mixed(), lambda call: call(x).square().sum(), small=0).values()
+        v for v in away(mixed(), lambda call: call(x).square().sum(), min_stage_params=0).values()
     )
 
     kinds: dict[str, torch.dtype] = {}
@@ -414,7 +419,9 @@ def compiled() -> tuple[float, list[int]]:
         return zoo.next_tokens(call(**batch), batch)[0]
 
     value, want = of_module(copy.deepcopy(module), run)
-    model, params, mesh = sharded(module, compile={"backend": counter}, stages=r"model\.layers\.1", small=2**20)
+    model, params, mesh = sharded(
+        module, compile={"backend": counter}, stages=r"model\.layers\.1", min_stage_params=2**20
+    )
     frames = []
     for _ in range(3):
         got, grads = mapped(sf.value_and_grad(lambda p: run(partial(model, p))), mesh)(params)
@@ -489,7 +496,7 @@ class Two(nn.Module):
 
 
 def test_a_cache_stays_the_object_that_it_is_even_where_it_is_a_node_of_pytrees() -> None:
-    model, cache = functional(Two(), small=0), OwnCache([])
+    model, cache = functional(Two(), min_stage_params=0), OwnCache([])
     with torch.no_grad():
         model(model.tree, torch.ones(1, 4), cache)
     assert len(cache.kept) == 2
@@ -505,11 +512,14 @@ WAYS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "the model's own": ({}, [*LAYERS, *REST]),
     "a class name": ({"stages": {"LlamaDecoderLayer"}}, [*LAYERS, *REST]),
     "a pattern": ({"stages": r"model\.layers\.[01]"}, [*LAYERS[:2], *REST, LAYERS[2]]),
-    "a class": ({"stages": nn.Linear, "small": 2**20}, []),
+    "a class": ({"stages": nn.Linear, "min_stage_params": 2**20}, []),
     "the outermost": ({"stages": ["LlamaDecoderLayer", "LlamaMLP"]}, [*LAYERS, *REST]),
-    "a predicate": ({"stages": lambda path, m: path.endswith("mlp"), "small": 2**20}, [f"{x}.mlp" for x in LAYERS]),
-    "a size": ({"min_num_params": 5000, "small": 2**20}, LAYERS),
-    "all that is large": ({"stages": r"lm_head", "small": 2**20}, ["lm_head"]),
+    "a predicate": (
+        {"stages": lambda path, m: path.endswith("mlp"), "min_stage_params": 2**20},
+        [f"{x}.mlp" for x in LAYERS],
+    ),
+    "a size": ({"min_num_params": 5000, "min_stage_params": 2**20}, LAYERS),
+    "all that is large": ({"stages": r"lm_head", "min_stage_params": 2**20}, ["lm_head"]),
 }
 
 
@@ -519,6 +529,6 @@ def test_stages_are_chosen(way: str) -> None:
     module = zoo.build("llama")
     if way == "a class":
         expected = [path for path, m in module.named_modules() if isinstance(m, nn.Linear)]
-    model = functional(module, **{"small": 512, **options})
+    model = functional(module, **{"min_stage_params": 512, **options})
     assert sorted(model.stages) == sorted(expected)
     assert set(model.tree) <= {*expected, ""}

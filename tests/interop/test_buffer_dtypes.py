@@ -50,7 +50,7 @@ def by_hand(m: nn.Sequential, x: Tensor) -> Tensor:
 def of_low_precision(small: int, options: dict[str, Any]) -> list[bool]:
     mesh, module = sf.make_mesh(shard=2, device="cpu"), network()
     model = functional(
-        network(), stages=["0", "1", "2"] if not small else lambda path, m: False, small=small, **options
+        network(), stages=["0", "1", "2"] if not small else lambda path, m: False, min_stage_params=small, **options
     )
     params, buffers = sf.shard(model.tree, mesh, sf.full_shard("shard")), model.buffers
     same = []

@@ -137,7 +137,7 @@ def of_ranks() -> dict[str, float]:
             # Unequal rows: five here, three there.
             for kind, x in (("alone", whole.chunk(2)[rank]), ("together", whole.split([5, 3])[rank])):
                 more: dict[str, Any] = {"sync_batch_norm": "shard"} if kind == "together" else {}
-                model = functional(copy.deepcopy(module), small=0, remat=remat, **more)
+                model = functional(copy.deepcopy(module), min_stage_params=0, remat=remat, **more)
                 params = sf.shard(model.tree, mesh, sf.full_shard("shard"))
                 count = partial(sf.psum, axis="shard") if kind == "together" else (lambda v: v)
                 got = steps(model, params, mesh, x, count, check=kind == "together")
@@ -163,7 +163,7 @@ def curved() -> dict[str, float]:
     mesh, found, rank = meshed(), {}, dist.get_rank()
     module, whole = made("1d")
     x = whole.split([5, 3])[rank]
-    model = functional(copy.deepcopy(module), small=0, sync_batch_norm="shard")
+    model = functional(copy.deepcopy(module), min_stage_params=0, sync_batch_norm="shard")
     params = sf.shard(model.tree, mesh, sf.full_shard("shard"))
     draw = zoo.generator(4)
     along = {k: torch.randn(p.shape, generator=draw, dtype=p.dtype) for k, p in module.named_parameters()}
@@ -205,13 +205,13 @@ def of_odd_classes() -> list[Any]:
     """Values with statistics of all rows of norms with other forwards, against those of norms on all rows."""
     mesh, whole, found = meshed(), zoo.numbers(6), []
     for norm, reference in ((nn.SyncBatchNorm, nn.BatchNorm1d), (squashed, squashed)):
-        model = functional(seeded(partial(Columns, norm)), small=0, sync_batch_norm="shard")
+        model = functional(seeded(partial(Columns, norm)), min_stage_params=0, sync_batch_norm="shard")
         params = model.shard(mesh, sf.full_shard("shard"))
         mine = whole.chunk(2)[dist.get_rank()]
         y, _ = mapped(partial(run, model, mine), mesh)(params)
         want = seeded(partial(Columns, reference))(whole).detach().chunk(2)[dist.get_rank()]
         found.append(float((y - want).abs().max()))
-    model = functional(seeded(lambda: Columns(ByHand)), small=0, sync_batch_norm="shard")
+    model = functional(seeded(lambda: Columns(ByHand)), min_stage_params=0, sync_batch_norm="shard")
     params = model.shard(mesh, sf.full_shard("shard"))
     call = mapped(lambda p: model(p, whole, buffers=model.buffers), mesh)
     return [*found, refused(lambda: call(params), TypeError)]
@@ -225,7 +225,7 @@ def test_batch_norms_with_other_forwards_are_synchronised_or_refused_by_name(wor
 
 
 def alone_in_its_batch(axis: str = "shard") -> str:
-    model = functional(seeded(lambda: Columns(nn.BatchNorm1d)), small=0, sync_batch_norm=axis)
+    model = functional(seeded(lambda: Columns(nn.BatchNorm1d)), min_stage_params=0, sync_batch_norm=axis)
     mesh = meshed()
     params = sf.shard(model.tree, mesh, sf.full_shard("shard"))
     x = zoo.numbers(6)[dist.get_rank() : 1]  # one row on all ranks together
@@ -272,7 +272,7 @@ def longer(rope: str) -> nn.Module:
 def of_lengths(rope: str, remat: bool) -> dict[str, float]:
     """How far a loss and its gradient are from the module's, for texts of these lengths one after another."""
     alone, mesh, found = longer(rope), meshed(), {}
-    model = functional(longer(rope), small=512, remat=remat)
+    model = functional(longer(rope), min_stage_params=512, remat=remat)
     params, stale = model.shard(mesh, sf.full_shard("shard")), dict(model.buffers)
 
     def fails(m: Any, args: Any) -> None:

@@ -99,7 +99,7 @@ def test_every_module_returns_the_output_dtype_whether_it_is_a_stage_or_loose(sm
     layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.LayerNorm(4))
     kinds = list[torch.dtype]()
     layers[2].register_forward_pre_hook(lambda m, args: kinds.append(args[0].dtype))
-    model = functional(layers, stages="0", small=small, output_dtype=torch.float32, **CASTS)
+    model = functional(layers, stages="0", min_stage_params=small, output_dtype=torch.float32, **CASTS)
     params = model.shard(sf.make_mesh(shard=1, device="cpu"), sf.full_shard("shard"))
     assert model(params, torch.randn(2, 4)).dtype == torch.float32
     assert kinds == [torch.float32]

@@ -38,7 +38,7 @@ def written(folder: Path) -> Any:
         torch.manual_seed(0)
         net, mesh, found = ModelMixin(), sf.make_mesh(data=-1, device="cpu"), []
         whole = {name: x.clone() for name, x in net.state_dict().items()}
-        model = interop.functional(net, small=16)
+        model = interop.functional(net, min_stage_params=16)
         params = model.shard(mesh, sf.full_shard("data"))
         for most in (2**30, 400):
             interop.save_pretrained(folder, model, params, max_shard_bytes=most)

@@ -103,7 +103,7 @@ def failing(kind: str) -> dict[str, float]:
     mesh, found = meshed(), {}
     for where in ("loose", "stage"):
         alone: Any = seeded(lambda where=where: Around(kind, where))  # type: ignore[misc]
-        model = functional(copy.deepcopy(alone), small=64)
+        model = functional(copy.deepcopy(alone), min_stage_params=64)
         assert ("first.layers.0" in model.stages) == (where == "stage")
         params = model.shard(mesh, sf.full_shard("shard"))
         shell: Any = model.module

@@ -72,7 +72,7 @@ def loss_of(name: str, model: Functional) -> Any:
 
 
 def made(name: str, strategy: str, n: int, **options: Any) -> tuple[Functional, Any, Any]:
-    model = functional(zoo.build(name), **{"small": 512, **zoo.ZOO[name].options, **options})
+    model = functional(zoo.build(name), **{"min_stage_params": 512, **zoo.ZOO[name].options, **options})
     mesh = data_mesh(n)
     return model, sf.shard(model.tree, mesh, STRATEGIES[strategy], frozen=model.frozen), mesh
 

@@ -172,14 +172,14 @@ def distances() -> dict[str, float]:
             for way, transform in (("grad", sf.value_and_grad), ("torch", turned)):
                 if (name, way) == ("keeping in place", "torch"):
                     continue  # torch.func refuses to write into what it has not made
-                model = functional(seeded(make), small=0, remat=remat, **options)
+                model = functional(seeded(make), min_stage_params=0, remat=remat, **options)
                 params = sf.shard(model.tree, mesh, sf.full_shard("shard"))
                 got, grads = mapped(transform(lambda p, m=model: squares(partial(m, p))), mesh)(params)
                 named = model.state_dict(grads)
                 away = max(abs(float(got - value)), off({k: named[k] for k in want}, want))
                 found[f"{name}, {way}, remat={remat}"] = away
 
-    model = functional(seeded(lambda: Stack(Mode(), Mode())), small=0, remat=True)
+    model = functional(seeded(lambda: Stack(Mode(), Mode())), min_stage_params=0, remat=True)
     params = sf.shard(model.tree, mesh, sf.full_shard("shard"))
     leaves = torch.utils._pytree.tree_map(lambda x: x.requires_grad_(), params)
     loss = squares(partial(model, leaves))
@@ -214,13 +214,13 @@ def several() -> dict[str, float]:
     strategy = sf.full_shard("shard")
     want = of_module(seeded(partial(Experts, False)), squares)[1]
     for remat in (False, True):
-        model = functional(seeded(partial(Experts, True)), small=0, remat=remat)
+        model = functional(seeded(partial(Experts, True)), min_stage_params=0, remat=remat)
         params = sf.shard(model.tree, mesh, strategy)
         for _ in range(2):
             named = model.state_dict(mapped(sf.grad(lambda p, m=model: squares(partial(m, p))), mesh)(params))
         found[f"skipped, remat={remat}"] = off({k: named[k] for k in want}, want)
 
-    model = functional(seeded(lambda: Stack(*[normed() for _ in range(2)])), small=0)
+    model = functional(seeded(lambda: Stack(*[normed() for _ in range(2)])), min_stage_params=0)
     params = sf.shard(model.tree, mesh, strategy)
     average = torch.utils._pytree.tree_map(lambda x: x * 0.5, params)
     alone = seeded(lambda: Stack(*[normed() for _ in range(2)]))
@@ -234,7 +234,7 @@ def several() -> dict[str, float]:
     found["its gradient, cached"] = off({k: named[k] for k in want}, want)
 
     for train in (True, False):
-        model, alone = functional(seeded(normalised).train(train), small=0), seeded(normalised).train(train)
+        model, alone = functional(seeded(normalised).train(train), min_stage_params=0), seeded(normalised).train(train)
         params = sf.shard(model.tree, mesh, strategy)
         want = of_module(alone, squares)[1]
 
@@ -245,7 +245,7 @@ def several() -> dict[str, float]:
         found[f"statistics under torch.func, train={train}"] = off({k: named[k] for k in want}, want)
 
     low: dict[str, Any] = {"gather_dtype": torch.bfloat16, "input_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    model = functional(seeded(lambda: Stack(Layer(), Layer())), small=0, **low)
+    model = functional(seeded(lambda: Stack(Layer(), Layer())), min_stage_params=0, **low)
     params = sf.shard(model.tree, mesh, strategy)
     value, grads = mapped(sf.value_and_grad(lambda p: squares(partial(model, p)).float()), mesh)(params)
     rounded = seeded(lambda: Stack(Layer(), Layer())).bfloat16()
@@ -335,7 +335,7 @@ def elsewhere() -> dict[str, Any]:
 
     def after(module: nn.Module, inputs: Any, turns: int = 2, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """The last value, and the buffers."""
-        model = functional(module, small=0, **options)
+        model = functional(module, min_stage_params=0, **options)
         params, buffers = sf.shard(model.tree, mesh, sf.full_shard("shard")), model.buffers
 
         def loss(p: Any, b: Any) -> Any:
@@ -360,9 +360,9 @@ def elsewhere() -> dict[str, Any]:
         found[f"siamese, remat={remat}"] = away(Siamese, (rows(), rows(9)), remat=remat)
         for again in (False, True):
             make = partial(Scaled, True, again)
-            found[f"written, {again}, {remat}"] = away(make, (rows(),), remat=remat, mutable=".*scale")
+            found[f"written, {again}, {remat}"] = away(make, (rows(),), remat=remat, mutable_buffers=".*scale")
 
-    model = functional(seeded(partial(Scaled, False)), small=0)
+    model = functional(seeded(partial(Scaled, False)), min_stage_params=0)
     params = sf.shard(model.tree, mesh, sf.full_shard("shard"))
     alone: Any = seeded(partial(Scaled, False))
     alone.layers[0].scale.fill_(5.0)
@@ -370,7 +370,7 @@ def elsewhere() -> dict[str, Any]:
     found["read, given"] = apart(mapped(lambda p: model(p, rows(), buffers=given)[0], mesh)(params), alone(rows()))
     model.module.layers[0].scale = given["layers.0.scale"]  # type: ignore[index, union-attr]
     found["read, assigned"] = apart(mapped(lambda p: model(p, rows()), mesh)(params), alone(rows()))
-    writing = functional(seeded(partial(Scaled, True)), small=0)
+    writing = functional(seeded(partial(Scaled, True)), min_stage_params=0)
     cut = sf.shard(writing.tree, mesh, sf.full_shard("shard"))
     found["message"] = told(lambda: mapped(lambda p: writing(p, rows()), mesh)(cut))
     return found
@@ -384,7 +384,7 @@ def test_buffers_are_those_of_the_call_wherever_they_are_read_and_written(world:
 
 
 def test_buffers_are_where_the_parameters_are_and_as_they_are_now() -> None:
-    model = functional(Stack(nn.Sequential(linear(), nn.BatchNorm1d(WIDTH))), small=0)
+    model = functional(Stack(nn.Sequential(linear(), nn.BatchNorm1d(WIDTH))), min_stage_params=0)
     params = torch.utils._pytree.tree_map(lambda x: x.to("meta"), model.tree)
     x = torch.ones(3, WIDTH, device="meta")
     out, buffers = model(params, x, buffers=model.buffers)
@@ -596,7 +596,7 @@ def messages() -> dict[tuple[str, str, bool], str]:
             for way, transform in WAYS.items():
                 if "checkpoint" in name and way == "torch":
                     continue  # which refuses it by itself
-                model = functional(seeded(make), small=0 if name != "clamped" else 2, remat=remat, **options)
+                model = functional(seeded(make), min_stage_params=0 if name != "clamped" else 2, remat=remat, **options)
                 params = sf.shard(model.tree, mesh, sf.full_shard("shard"))
                 step = mapped(transform(lambda p, m=model: m(p, rows()).sum()), mesh)
                 grads: list[Any] = []
@@ -710,7 +710,7 @@ def test_memory_side_by_side_is_not_shared() -> None:
     layers = linear(), linear()
     for layer, part in zip(layers, both.chunk(2, dim=1), strict=True):
         layer.weight = nn.Parameter(part)
-    assert functional(Stack(*layers), small=0).stages == ("layers.0", "layers.1")
+    assert functional(Stack(*layers), min_stage_params=0).stages == ("layers.0", "layers.1")
 
 
 class Said(nn.Module):
@@ -727,7 +727,9 @@ class Said(nn.Module):
 
 
 @pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize("options", [{"small": 0}, {"stages": nn.Linear, "small": 0}, {"small": 2**62}])
+@pytest.mark.parametrize(
+    "options", [{"min_stage_params": 0}, {"stages": nn.Linear, "min_stage_params": 0}, {"min_stage_params": 2**62}]
+)
 def test_attributes_of_parameters_are_read_in_forward(options: dict[str, Any], remat: bool) -> None:
     x, alone = torch.ones(2, WIDTH), seeded(Said).float()
     whole = dict(alone.named_parameters())
@@ -748,7 +750,7 @@ def test_a_shell_that_got_other_parameters_or_modules_says_so() -> None:
         lambda m: m.layers.append(linear()),
         lambda m: setattr(m.layers, "1", linear()),
     ):
-        model = functional(Stack(linear(), linear()), small=0)
+        model = functional(Stack(linear(), linear()), min_stage_params=0)
         model(model.tree, x)
         change(model.module)
         with pytest.raises(RuntimeError, match="got other parameters or modules after functional"):
@@ -761,7 +763,7 @@ def test_a_shell_that_lost_a_layer_says_so() -> None:
         lambda m: setattr(m, "layers", m.layers[:1]),
         lambda m: setattr(m.layers, "1", nn.Identity()),
     ):
-        model = functional(Stack(linear(), linear()), small=0)
+        model = functional(Stack(linear(), linear()), min_stage_params=0)
         model(model.tree, torch.ones(2, WIDTH))
         change(model.module)
         with pytest.raises(RuntimeError, match=r"layers.1.weight was deleted from the module after functional"):
@@ -770,7 +772,7 @@ def test_a_shell_that_lost_a_layer_says_so() -> None:
 
 def test_a_module_may_put_others_around_its_layers() -> None:
     x, alone = torch.ones(2, WIDTH, dtype=torch.float64), seeded(lambda: Stack(Rearranged(), Rearranged()))
-    model = functional(seeded(lambda: Stack(Rearranged(), Rearranged())), small=0, remat=True)
+    model = functional(seeded(lambda: Stack(Rearranged(), Rearranged())), min_stage_params=0, remat=True)
     for _ in range(2):
         alone.zero_grad()
         alone(x).square().sum().backward()
@@ -795,7 +797,7 @@ def test_two_threads_in_one_shell_are_refused() -> None:
             found: Tensor = self.w(x)
             return found
 
-    model = functional(Stack(Waits()), small=0)
+    model = functional(Stack(Waits()), min_stage_params=0)
     other = threading.Thread(target=lambda: model(model.tree, torch.ones(1, WIDTH)))
     other.start()
     try:
@@ -840,7 +842,7 @@ class Named(nn.Module):
 def of_named(small: int) -> list[float]:
     mesh, module = meshed(), seeded(Named)
     value, want = of_module(module, lambda call: call(rows()).square().sum())
-    model = functional(module, small=small)
+    model = functional(module, min_stage_params=small)
     params = model.shard(mesh, sf.full_shard("shard"))
     found, grads = mapped(sf.value_and_grad(lambda p: model(p, rows()).square().sum()), mesh, check=False)(params)
     wrong = sf.shard({**model.tree, "": {**model.tree[""], "scale": torch.ones(3, 3)}}, mesh, sf.full_shard("shard"))

@@ -50,7 +50,7 @@ def shell(name: str, dtype: torch.dtype = torch.float64, **more: Any) -> nn.Modu
 
 
 def model_of(module: nn.Module, name: str = "") -> interop.Functional:
-    return interop.functional(module, **{"small": 512, **(zoo.ZOO[name].options if name else {})})
+    return interop.functional(module, **{"min_stage_params": 512, **(zoo.ZOO[name].options if name else {})})
 
 
 def written(module: Any, folder: Path, most: str = "50GB") -> None:
@@ -254,7 +254,7 @@ def from_first(root: Path, strategy: str, sizes: dict[str, int]) -> list[str]:
                 for x in (b for key, b in model.buffers.items() if key in model.module.state_dict()):
                     x.zero_()
             of = None if kind == "everybody's folder" else 0
-            params = interop.load(source, model, mesh, STRATEGIES[strategy], source=of, specs=specs)
+            params = interop.load(source, model, mesh, STRATEGIES[strategy], src_rank=of, specs=specs)
             found = model.state_dict(params)
             if not same(found, {k: whole[k] for k in found}):
                 wrong.append(f"{name} from {kind}: values")
@@ -325,7 +325,7 @@ def refusals(root: Path, source: int | None) -> dict[str, str]:
     mine = source is None or first
 
     def load(folder: Any, model: Any = model, **more: Any) -> Any:
-        return interop.load(folder if mine else "/nowhere", model, mesh, plan, source=source, **more)
+        return interop.load(folder if mine else "/nowhere", model, mesh, plan, src_rank=source, **more)
 
     bad = {name: changed(root / "one", root / name, f) for name, (f, _) in CHANGES.items()}
     told = {name: refused(lambda path=path: load(path)) for name, path in bad.items()}  # type: ignore[misc]
@@ -338,7 +338,7 @@ def refusals(root: Path, source: int | None) -> dict[str, str]:
     told["gone"] = refused(lambda: load(good))
     told["nowhere"] = refused(lambda: load(root / "nothing"))
     told["nothing"] = refused(lambda: load(None))
-    told["on the Hub"] = refused(lambda: interop.load("meta-llama/Llama-3-8B", model, mesh, plan, source=source))
+    told["on the Hub"] = refused(lambda: interop.load("meta-llama/Llama-3-8B", model, mesh, plan, src_rank=source))
     for name in ("another", "saved"):
         on_first((root / name).mkdir)
     on_first(lambda: (root / "another" / "weights.gguf").touch())
@@ -347,7 +347,9 @@ def refusals(root: Path, source: int | None) -> dict[str, str]:
     told["a checkpoint"] = refused(lambda: load(root / "saved" / "step"))
     told["no shell"] = refused(lambda: load(good, zoo.build("llama")), TypeError)
     told["in another's place"] = refused(lambda: interop.load(good, model, plan, mesh), TypeError)  # type: ignore[arg-type]
-    told["sources"] = refused(lambda: interop.load(root / "one", model, mesh, plan, source=dist.get_rank()), ValueError)
+    told["sources"] = refused(
+        lambda: interop.load(root / "one", model, mesh, plan, src_rank=dist.get_rank()), ValueError
+    )
     with torch.device("meta"):
         bare = model_of(zoo.build("llama"))
     on_first(lambda: written(zoo.build("llama"), root / "buffers"))
@@ -360,9 +362,9 @@ def refusals(root: Path, source: int | None) -> dict[str, str]:
     found = built.state_dict(load(root / "missing", built, strict=False))
     whole = {**dict(module.named_parameters()), NORM: built.tree[""][NORM]}
     assert same(found, {name: whole[name] for name in found})
-    told["source"] = refused(lambda: interop.load(good, model, mesh, plan, source=99), ValueError)
+    told["source"] = refused(lambda: interop.load(good, model, mesh, plan, src_rank=99), ValueError)
     told["sources"] = refused(
-        lambda: interop.load(good, model, mesh, plan, source=[None, 0][dist.get_rank()]), ValueError
+        lambda: interop.load(good, model, mesh, plan, src_rank=[None, 0][dist.get_rank()]), ValueError
     )
     told["a module"] = refused(lambda: load(good, zoo.build("llama")), TypeError)
     named = {f"model.{name}": x for name, x in zoo.build("joint").state_dict().items()}
@@ -405,9 +407,9 @@ def test_what_cannot_be_loaded_is_an_error_on_every_rank(world: World, tmp_path:
         assert "does not exist here" in told["nowhere"]
         assert "model.embed_tokens.weight and lm_head.weight are one parameter of the module" in told["tied"]
         assert "the module has no values for model.norm.weight either" in told["missing"]
-        assert "source=99 is not a rank of the mesh" in told["source"]
-        assert "the sources differ between ranks: rank 0 has source=" in told["sources"]
-        assert "source= is the one rank that has the files" in told["sources"]
+        assert "src_rank=99 is not a rank of the mesh" in told["source"]
+        assert "the sources differ between ranks: rank 0 has src_rank=" in told["sources"]
+        assert "src_rank= is the one rank that has the files" in told["sources"]
         assert "model is of type LlamaForCausalLM, not what interop.functional returns" in told["a module"]
         assert "All begin with 'model.' there: load a mapping of names without it" in told["prefix"]
         assert "a and b are one buffer of the module, but have different values" in told["buffers"]
@@ -799,7 +801,7 @@ def larger_vocabulary(root: Path) -> dict[str, Any]:
             larger = grown(real)
             after = {name: larger.get_parameter(name).detach().clone()[rows:] for name in names} if real else {}
             model = model_of(larger)
-            loaded = model.state_dict(interop.load(folder, model, mesh, plan, source=source, strict=False))
+            loaded = model.state_dict(interop.load(folder, model, mesh, plan, src_rank=source, strict=False))
             base = module.state_dict()
             first = all(loaded[name][:rows].equal(base[name]) for name in names)
             kept = all(loaded[name][rows:].equal(x) for name, x in after.items())
@@ -850,7 +852,7 @@ def settings_for_text(root: Path) -> dict[str, Any]:
         for key, value in changed.items():
             setattr(module.generation_config, key, value)
         model = model_of(module)
-        params = interop.load(folder, model, mesh, plan, source=source)
+        params = interop.load(folder, model, mesh, plan, src_rank=source)
         interop.save_pretrained(root / "out", model, params)
         written = json.loads((root / "out" / "generation_config.json").read_text())
         settings = ("eos_token_id", "do_sample", "temperature", "pad_token_id", "num_beams")
@@ -901,7 +903,7 @@ def peaks(root: Path) -> dict[str, float]:
             with interop.meta():
                 model = model_of(experts(n))
             kept: list[Any] = []
-            over = 2**20 * grown(lambda: kept.append(interop.load(source, model, mesh, plan, source=of)))[0]  # noqa: B023
+            over = 2**20 * grown(lambda: kept.append(interop.load(source, model, mesh, plan, src_rank=of)))[0]  # noqa: B023
             flats = optree.tree_leaves(kept[0], is_leaf=is_flat)
             stage = 2 * max(flat.values.nbytes for flat in flats)
             found[kind] = (over - sum(flat.values.nbytes for flat in flats)) / stage

@@ -85,10 +85,14 @@ MODULES: dict[str, tuple[Callable[[], Any], dict[str, Any], tuple[str, ...]]] = 
     "scripted": (torch.jit.ScriptModule, {}, ("TypeError", "is TorchScript", "pass the module itself")),
     "in a tuple": (Lists, {}, ("TypeError", "attribute 'pair'", "read the parameter itself")),
     "option": (Net, {"remot": True}, ("TypeError", "unknown option remot (did you mean remat=?)", "min_num_params")),
-    "own option": (Net, {"smal": 3}, ("TypeError", "unknown option smal (did you mean small=?)")),
+    "own option": (
+        Net,
+        {"min_stage_param": 3},
+        ("TypeError", "unknown option min_stage_param (did you mean min_stage_params=?)"),
+    ),
     "no option": (Net, {"zzz": 3}, ("TypeError", "unknown option zzz. Pass one of")),
-    "loose": (Net, {"loose": "blocks.9"}, ("ValueError", "loose: nothing matches 'blocks.9'")),
-    "mutable": (Net, {"mutable": "mean"}, ("ValueError", "mutable: nothing matches 'mean'")),
+    "loose": (Net, {"unstaged": "blocks.9"}, ("ValueError", "unstaged: nothing matches 'blocks.9'")),
+    "mutable": (Net, {"mutable_buffers": "mean"}, ("ValueError", "mutable_buffers: nothing matches 'mean'")),
     "stages": (Net, {"stages": "Layer"}, ("ValueError", "nothing is or matches 'Layer'", "Block")),
     "stages, the root": (Net, {"stages": "Net"}, ("ValueError", "'Net' must match layers, got the whole module (Net)")),
     "stages, a list": (Net, {"stages": ["Block", "blocks"]}, ("ValueError", "'blocks' must match layers, got blocks")),
@@ -253,7 +257,7 @@ def refused() -> dict[str, str]:
     x, text = zoo.numbers(4), zoo.text()
 
     def made(module: nn.Module, **options: Any) -> tuple[Any, Any]:
-        model = functional(module, **{"small": 0, **options})
+        model = functional(module, **{"min_stage_params": 0, **options})
         return model, sf.shard(model.tree, mesh, sf.full_shard("shard"))
 
     def run(case: str, module: nn.Module, *args: Any, pick: Any = None, **options: Any) -> Any:
@@ -286,7 +290,7 @@ def refused() -> dict[str, str]:
     run("hook", module, x, pick=lambda out: kept.pop())
 
     module = zoo.build("llama")
-    model, params = made(module, small=512)
+    model, params = made(module, min_stage_params=512)
     checkpointing(module)
     loss = mapped(sf.grad(lambda p: model(p, **text).logits.sum()), mesh)
     module.train()
@@ -332,10 +336,10 @@ def refused() -> dict[str, str]:
 
 MESSAGES: dict[str, tuple[str, ...]] = {
     "batch norm": ("ValueError", "Pictures changes buffers while it trains", ": pass buffers=model.buffers"),
-    "write, False": ("RuntimeError", "the module writes into its buffer calls", "mutable=['calls']"),
-    "write, True": ("RuntimeError", "the module writes into its buffer calls", "mutable=['calls']"),
-    "write inside, False": ("RuntimeError", "0 writes into its buffer 0.calls", "mutable=['0.calls']"),
-    "write inside, True": ("RuntimeError", "0 writes into its buffer 0.calls", "mutable=['0.calls']"),
+    "write, False": ("RuntimeError", "the module writes into its buffer calls", "mutable_buffers=['calls']"),
+    "write, True": ("RuntimeError", "the module writes into its buffer calls", "mutable_buffers=['calls']"),
+    "write inside, False": ("RuntimeError", "0 writes into its buffer 0.calls", "mutable_buffers=['0.calls']"),
+    "write inside, True": ("RuntimeError", "0 writes into its buffer 0.calls", "mutable_buffers=['0.calls']"),
     "cache": ("TypeError", "model.layers.0 is given a DynamicCache", "use_cache=False", "torch.no_grad()"),
     "kept": ("it was done",),
     "hook": ("it was done",),
@@ -444,12 +448,12 @@ def test_whole_parameters_of_a_module_may_be_sharded_instead(world: World) -> No
 BF16 = torch.bfloat16
 MIXED: dict[str, tuple[dict[str, Any], Tensor, tuple[str, ...]]] = {
     "rows, in a stage": (
-        {"small": 0},
+        {"min_stage_params": 0},
         torch.ones(2, 4, dtype=torch.float64),
         ("0 (Linear) mixes dtypes", "parameters of torch.float32, arguments of torch.float64", "Cast the arguments"),
     ),
     "a device, in a stage": (
-        {"small": 0},
+        {"min_stage_params": 0},
         torch.ones(2, 4, device="meta"),
         ("0 (Linear) mixes devices", "parameters on cpu, arguments on meta", "move the arguments there"),
     ),

@@ -48,7 +48,7 @@ def trained() -> dict[str, float]:
     mesh, ranks, found = meshed(), dist.get_world_size(), {}
     with zoo.norms_in_float64():
         module = mixture()
-        model = functional(copy.deepcopy(module), small=512)
+        model = functional(copy.deepcopy(module), min_stage_params=512)
         params = model.shard(mesh, sf.full_shard("shard"))
         for micro in (1, 2, 4):
 
@@ -83,7 +83,7 @@ def test_a_router_loss_is_that_of_one_process_with_the_same_micro_batches(world:
 
 
 def test_a_router_loss_within_a_sum_over_tokens_is_an_error() -> None:
-    model = functional(mixture(), small=512)
+    model = functional(mixture(), min_stage_params=512)
     given: dict[str, Any] = {"labels": TOKENS, "use_cache": False}
     told = refused(
         lambda: model(model.tree, TOKENS, **given, output_router_logits=True, num_items_in_batch=48), ValueError

@@ -60,8 +60,12 @@ def weight_past_autograd(m: Any, x: Tensor) -> None:
 
 BUFFERS = {one.__name__: one for one in (in_place, assigned, by_data)}
 PARAMETERS = {one.__name__: one for one in (parameter_by_data, parameter_past_autograd, weight_past_autograd)}
-LOOSE: dict[str, Any] = {"stages": lambda path, m: False, "small": 2**62}
-HOW: dict[str, dict[str, Any]] = {"loose": LOOSE, "stage": {"small": 0}, "again": {"small": 0, "remat": True}}
+LOOSE: dict[str, Any] = {"stages": lambda path, m: False, "min_stage_params": 2**62}
+HOW: dict[str, dict[str, Any]] = {
+    "loose": LOOSE,
+    "stage": {"min_stage_params": 0},
+    "again": {"min_stage_params": 0, "remat": True},
+}
 
 
 def rows(turn: int) -> Tensor:
@@ -72,7 +76,7 @@ def rows(turn: int) -> Tensor:
 def steps(write: Any, options: dict[str, Any], strategy: Any, train: bool) -> float:
     """How far three steps of gradient descent are from the module's."""
     alone = seeded(lambda: Stack(Writes(write))).train(train)
-    model = functional(seeded(lambda: Stack(Writes(write))).train(train), mutable=".*mean", **options)
+    model = functional(seeded(lambda: Stack(Writes(write))).train(train), mutable_buffers=".*mean", **options)
     params, buffers, mesh, worst = model.shard(meshed(), strategy), model.buffers, meshed(), 0.0
     for turn in range(3):
         x = rows(turn)

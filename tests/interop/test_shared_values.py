@@ -1,4 +1,4 @@
-"""Layers that hand out their parameters, or use values other than their arguments: as they are, or with `loose=`."""
+"""Layers that hand out their parameters, or use values other than their arguments: as they are, or with `unstaged=`."""
 
 from __future__ import annotations
 
@@ -184,8 +184,8 @@ class Relative(nn.Module):
         return found
 
 
-INNER = {"loose": [r"inner\..*"]}
-RELATIVE = {"loose": [r"model\.encoder\.rel_embeddings.*"]}
+INNER = {"unstaged": [r"inner\..*"]}
+RELATIVE = {"unstaged": [r"model\.encoder\.rel_embeddings.*"]}
 Make = Callable[[], nn.Module]
 CASES: dict[str, tuple[Make, Make, dict[str, Any]]] = {
     name: (make, make, options)
@@ -214,7 +214,7 @@ def right() -> dict[str, float]:
     x = torch.randn(4, 5, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     mine = x.chunk(dist.get_world_size())[dist.get_rank()]
     for name, (make, reference, options) in CASES.items():
-        module, model = seeded(reference), functional(seeded(make), small=1, **options)
+        module, model = seeded(reference), functional(seeded(make), min_stage_params=1, **options)
         params = model.shard(mesh, sf.full_shard("shard"))
 
         def loss(p: Any, model: Any = model) -> Tensor:
@@ -282,11 +282,11 @@ def refusals() -> dict[str, str]:
     x = torch.ones(2, 5, WIDTH, dtype=torch.float64)
     makes: dict[str, Make] = {way: partial(Writes, way) for way in WAYS}
     for name, make in makes.items():
-        model = functional(seeded(make), small=1)
+        model = functional(seeded(make), min_stage_params=1)
         params = model.shard(mesh, sf.full_shard("shard"))
         step = mapped(sf.grad(lambda p, model=model: model(p, x).sum()), mesh)
         found[name] = told(partial(step, params))
-    model = functional(seeded(Reads), small=1)
+    model = functional(seeded(Reads), min_stage_params=1)
     params = model.shard(mesh, sf.full_shard("shard"))
     adapters = lora.init(model, ["layers.0"], rank=2)
     found["adapters"] = told(lambda: mapped(lambda p: model(p, x, adapters=adapters), mesh)(params))
@@ -332,8 +332,8 @@ class Pyramid(nn.Module):
 
 def test_modules_that_take_lists_are_no_stages_unless_they_are_chosen() -> None:
     x = torch.ones(2, WIDTH, dtype=torch.float64)
-    model, alone = functional(seeded(Pyramid), small=1), seeded(Pyramid)
+    model, alone = functional(seeded(Pyramid), min_stage_params=1), seeded(Pyramid)
     assert model.stages == ("layers.0", "layers.1", "last.first", "last.second")
     assert model(model.tree, x).equal(alone(x))
-    chosen = functional(seeded(Pyramid), stages=LastLevels, small=1)
+    chosen = functional(seeded(Pyramid), stages=LastLevels, min_stage_params=1)
     assert "writes into a list" in told(lambda: chosen(chosen.tree, x))

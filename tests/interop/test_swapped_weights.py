@@ -124,8 +124,8 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "assigned": (lambda: Assigned(linear()), {}),
     "of another": (OfAnother, {}),
     "noise": (Noise, {}),
-    "loose noise": (Noise, {"loose": [r"layer\..*"]}),
-    "noise on one that is loose": (Noise, {"loose": ["layer.weight", "layer.bias"]}),
+    "loose noise": (Noise, {"unstaged": [r"layer\..*"]}),
+    "noise on one that is loose": (Noise, {"unstaged": ["layer.weight", "layer.bias"]}),
 }  # fmt: skip
 
 
@@ -134,7 +134,7 @@ def right() -> dict[str, float]:
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     mine = x.chunk(dist.get_world_size())[dist.get_rank()]
     for name, (make, options) in RIGHT.items():
-        reference, model = seeded(make), functional(seeded(make), small=1, **options)
+        reference, model = seeded(make), functional(seeded(make), min_stage_params=1, **options)
         params = model.shard(mesh, sf.full_shard("shard"))
 
         def loss(p: Any, model: Any = model) -> Tensor:
@@ -281,7 +281,7 @@ def hidden() -> tuple[dict[str, float], dict[str, list[str]]]:
     x = torch.randn(3, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
     def gradients(make: Callable[[], nn.Module]) -> Any:
-        model = functional(seeded(make), small=1)
+        model = functional(seeded(make), min_stage_params=1)
         params = model.shard(mesh, sf.full_shard("shard"))
         loss = sf.grad(lambda p: sf.pmean(model(p, x).square().sum(), "shard"))
         alone = sf.grad(lambda p: model(p, x).square().sum())
@@ -312,7 +312,7 @@ def errors() -> dict[str, str]:
     mesh, found = meshed(), {}
     x = torch.ones(2, WIDTH, dtype=torch.float64)
     for name, (does, _) in ERRORS.items():
-        model = functional(seeded(partial(Does, does)), small=1)
+        model = functional(seeded(partial(Does, does)), min_stage_params=1)
         params = model.shard(mesh, sf.full_shard("shard"))
         call = mapped(lambda p, model=model: [model(p, x), model(p, x)], mesh)
         found[name] = told(partial(call, params))

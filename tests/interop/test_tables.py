@@ -143,7 +143,7 @@ def tried(case: Drawn) -> float | str:
     value = functional_call(module, whole, (tokens,), tie_weights=True).square().sum()
     want = dict(zip(whole, torch.autograd.grad(value, list(whole.values())), strict=True))
     try:
-        model = functional(module, small=10, tensor=table, **options)
+        model = functional(module, min_stage_params=10, tensor=table, **options)
         params = sf.shard(model.tree, meshed(2), sf.full_shard("shard"), specs=model.specs)
         step = mapped(sf.value_and_grad(lambda p: model(p, tokens).square().sum()), meshed(2))
         for _ in range(2):

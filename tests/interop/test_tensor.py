@@ -165,7 +165,7 @@ def loss_of(name: str, model: Any) -> Any:
 
 
 def made(name: str, mesh: Any, strategy: str = "full_shard", **options: Any) -> tuple[Any, Any]:
-    model = functional(build(name), tensor=MODELS[name][1], **{"small": 512, **options})
+    model = functional(build(name), tensor=MODELS[name][1], **{"min_stage_params": 512, **options})
     return model, model.shard(mesh, STRATEGIES[strategy])
 
 
@@ -206,7 +206,7 @@ def test_derivatives_on_shard_and_tensor_are_those_of_one_process(world: World, 
 @pytest.mark.world(2, "processes")
 def test_derivatives_on_tensor_alone_are_those_of_one_process(world: World, name: str) -> None:
     for found in world.run(
-        against_one_process, name, [("full_shard", {"remat": True}), ("full_shard", {"small": 2**20})]
+        against_one_process, name, [("full_shard", {"remat": True}), ("full_shard", {"min_stage_params": 2**20})]
     ):
         assert worst(found) < 1e-12, found
 
@@ -251,7 +251,7 @@ def behaviours() -> dict[str, Any]:
 
     def step(make: Callable[[], nn.Module], table: Any, batch: zoo.Batch = batch, kind: str = "embedded") -> Any:
         torch.manual_seed(0)
-        model = functional(make().double(), tensor=table, small=100)
+        model = functional(make().double(), tensor=table, min_stage_params=100)
         params = model.shard(mesh, sf.full_shard("shard"))
         return mapped(lambda p: sf.value_and_grad(loss_of(kind, model))(p, batch), mesh)(params)
 
@@ -267,7 +267,7 @@ def behaviours() -> dict[str, Any]:
     refused("by heads", lambda: step(lambda: causal("GPTNeoX"), inside, kind="llama"))
     refused("features", lambda: step(lambda: Stack(Mean), UP))
     whole = Stack(Normed)
-    refused("in no stage", lambda: functional(whole, stages="Embedding", small=2**20, tensor=UP))
+    refused("in no stage", lambda: functional(whole, stages="Embedding", min_stage_params=2**20, tensor=UP))
     functional(whole)  # which was not touched
     rank = dist.get_rank() % 2
     mine = {k: x.chunk(2)[rank] for k, x in batch.items()}
@@ -281,7 +281,7 @@ def behaviours() -> dict[str, Any]:
 
         torch.manual_seed(0)
         table = {f"layers.*.0.{key[9:]}": word for key, word in ATTEND.items()}
-        model = functional(make().double(), tensor=table, small=100)
+        model = functional(make().double(), tensor=table, min_stage_params=100)
         params = model.shard(mesh, sf.full_shard("shard"))
         torch.manual_seed(seed)
         return mapped(lambda p: sf.value_and_grad(loss_of("attend", model))(p, batch), mesh)(params)
@@ -392,7 +392,7 @@ def uses() -> dict[str, Any]:
     asked: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "use_cache": True}
     want = module.generate(batch["input_ids"], **asked)  # type: ignore[operator]
     hidden = [x.detach() for x in module(**batch, output_hidden_states=True).hidden_states]
-    model = functional(module, tensor="auto", small=512)
+    model = functional(module, tensor="auto", min_stage_params=512)
     params = model.shard(mesh, sf.full_shard("shard"))
     with torch.no_grad():
         found["generated"] = torch.equal(model(params, batch["input_ids"], method="generate", **asked), want)
@@ -415,7 +415,7 @@ def uses() -> dict[str, Any]:
         reference.module, p, (), row)))(reference.params)  # fmt: skip
     found["per sample"] = off({k: last[k] for k in wanted}, wanted)
 
-    compiled, cut = made("attend", mesh, compile={"backend": "aot_eager"}, small=100)
+    compiled, cut = made("attend", mesh, compile={"backend": "aot_eager"}, min_stage_params=100)
     step = mapped(lambda p, b: sf.value_and_grad(loss_of("attend", compiled))(p, b), mesh)
     wanted = torch.func.grad(Whole("attend").loss)(Whole("attend").params)
     for _ in range(3):

@@ -266,7 +266,7 @@ ZOO: dict[str, Case] = {
     "vit": Case(vit, _seen, labelled),
     "mixtral": Case(mixtral, text, next_tokens, samples=False),
     "clip": Case(clip, _both, squared),
-    "joint": Case(Joint, _x(8), squared, {"loose": r"head\..*"}),
+    "joint": Case(Joint, _x(8), squared, {"unstaged": r"head\..*"}),
     "pictures": Case(lambda: Pictures(lambda n: nn.GroupNorm(2, n)), _x(3, 6, 6), squared),
     "recurrent": Case(Recurrent, _x(3, 4), squared, samples=False),
     "weight_norm": Case(WeightNormed, _x(6), squared, forward_mode=False),

@@ -363,7 +363,7 @@ def test_a_weight_is_adapted_under_all_of_its_names() -> None:
 def refused(folder: str) -> dict[str, str]:
     found: dict[str, str] = {}
     mesh = mesh_of(shard=-1)
-    model = interop.functional(zoo.build("llama_tied"), small=512)
+    model = interop.functional(zoo.build("llama_tied"), min_stage_params=512)
     params = sf.shard(model.tree, mesh, sf.full_shard("shard"))
     batch = zoo.ZOO["llama"].batch()
 
@@ -419,9 +419,9 @@ def refused(folder: str) -> dict[str, str]:
     )
     found["other model"] = told(lambda: model(params, adapters=own, **batch))
     found["other stage"] = told(lambda: model(params, adapters={"model.layers.0": {"mlp": 3}}, **batch))
-    reads = interop.functional(Reads(), stages=lambda path, m: False, small=2**62)
+    reads = interop.functional(Reads(), stages=lambda path, m: False, min_stage_params=2**62)
     found["read"] = told(lambda: reads(reads.tree, torch.ones(2, 8), adapters=lora.init(reads, ["1"], 2)))
-    cut = interop.functional(zoo.build("llama"), small=512, tensor=interop.LLAMA)
+    cut = interop.functional(zoo.build("llama"), min_stage_params=512, tensor=interop.LLAMA)
     found["tensor"] = told(lambda: cut(cut.tree, adapters=lora.init(cut, ["q_proj"], 2), **batch))
     shared = interop.functional(Listed(), stages=r"blocks\.\d")
     found["stages"] = told(lambda: lora.init(shared, ["one"], 2))
@@ -429,13 +429,13 @@ def refused(folder: str) -> dict[str, str]:
     listed, tied = (interop.functional(Listed(one), stages=lambda path, m: False) for one in (False, True))
     found["names"] = told(lambda: lora.save_pretrained(folder, listed, lora.init(listed, ["one"], 2)))
     found["tied, in a list"] = told(lambda: tied(tied.tree, torch.ones(2, 8), adapters=lora.init(tied, ["one"], 2)))
-    wide = interop.functional(zoo.llama(hidden_size=64), small=512)
+    wide = interop.functional(zoo.llama(hidden_size=64), min_stage_params=512)
     found["wide"] = told(lambda: model(params, adapters=lora.init(wide, ["q_proj"], 2), **batch))
     several = dense.drawn(lora.init(wide, ["q_proj"], 2, modules_to_save=["norm"]))
     found["merge, wide"] = told(lambda: lora.merge(params, several, model))
     saved = {"": several[""]}
     found["wide, saved"] = told(lambda: model(params, adapters=sf.shard(saved, mesh, sf.ddp("shard")), **batch))
-    long = interop.functional(zoo.llama(tied=True, vocab_size=64), small=512)
+    long = interop.functional(zoo.llama(tied=True, vocab_size=64), min_stage_params=512)
     found["long"] = told(lambda: model(params, adapters=lora.init(long, ["embed_tokens"], 2), **batch))
     stage, one = next((stage, part["self_attn.q_proj"]) for stage, part in init().items())
     for name, wrong in (
@@ -453,7 +453,7 @@ def refused(folder: str) -> dict[str, str]:
         on = lora.init(heads, ["out_proj"], 2)
         found[f"heads, {training}"] = told(lambda on=on: heads(heads.tree, torch.ones(2, 3, 8), adapters=on))
     found |= on_parameters(folder)
-    meta = interop.functional(_meta(), small=512)
+    meta = interop.functional(_meta(), min_stage_params=512)
     found["no values"] = told(lambda: lora.init(meta, ["q_proj"], 2, dora=True))
     found["some with dora"] = told(
         lambda: lora.save_pretrained(folder, model, {**init(dora=True), **init(["embed_tokens"])})
@@ -475,7 +475,9 @@ def refused(folder: str) -> dict[str, str]:
 
 def on_parameters(folder: str) -> dict[str, str]:
     """Parameters by themselves, and biases, that cannot be adapted, trained or kept."""
-    experts, gpt2, tied = (interop.functional(zoo.build(name), small=512) for name in ("mixtral", "gpt2", "bert_mlm"))
+    experts, gpt2, tied = (
+        interop.functional(zoo.build(name), min_stage_params=512) for name in ("mixtral", "gpt2", "bert_mlm")
+    )
     names, batch = ["gate_up_proj", "down_proj"], zoo.ZOO["mixtral"].batch()
 
     def init(targets: Any = (), base: Any = experts, target_parameters: Any = names, **more: Any) -> Any:
@@ -567,7 +569,7 @@ def broken(folder: str, model: Any, mesh: Any) -> dict[str, str]:
     torch.distributed.barrier()
     found["load, damaged"] = said_of(good)
 
-    good, model = Path(folder) / "experts", interop.functional(zoo.build("mixtral"), small=512)
+    good, model = Path(folder) / "experts", interop.functional(zoo.build("mixtral"), min_stage_params=512)
     adapters = lora.init(model, ["q_proj"], 2, target_parameters=["gate_up_proj", "down_proj"])
     lora.save_pretrained(good, model, adapters)
     changed("parameters, half", tensors=lambda x: {k: v for k, v in x.items() if ".base_layer." not in k})
@@ -704,7 +706,7 @@ def test_what_cannot_be_is_refused_on_every_rank(world: World, tmp_path: Path) -
 
 
 def test_a_folder_has_one_adapter_or_none_whenever_writing_ends(tmp_path: Path, monkeypatch: Any) -> None:
-    model = interop.functional(zoo.build("llama"), small=512)
+    model = interop.functional(zoo.build("llama"), min_stage_params=512)
     old, new = (dense.drawn(lora.init(model, ["q_proj"], 2, alpha=alpha), alpha) for alpha in (8, 16))
     left, seen = [0], set()
 

@@ -48,7 +48,7 @@ class Case:
         self.name, targets, more = CASES[name]
         self.module = zoo.build(self.name)
         self.batch = zoo.ZOO[self.name].batch()
-        self.model = interop.functional(zoo.build(self.name), **{"small": 512, **options})
+        self.model = interop.functional(zoo.build(self.name), **{"min_stage_params": 512, **options})
         self.module.eval(), self.model.module.eval()
         self.tree = self.model.tree
         if few_bits:

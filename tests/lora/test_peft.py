@@ -161,7 +161,7 @@ def both_ways(name: str, folder: str) -> dict[str, float]:
     if rank == 0:
         quiet(theirs.save_pretrained, path / "theirs")
     dist.barrier()
-    model = interop.functional(build(kind), small=512)
+    model = interop.functional(build(kind), min_stage_params=512)
     model.module.eval()
     params = sf.shard(model.tree, mesh, sf.full_shard("shard"), frozen=model.frozen)
     adapters = lora.load(path / "theirs", model, mesh, sf.ddp("shard"), params=params)
@@ -249,7 +249,7 @@ def through_functional(config: Kind, folder: str) -> list[float]:
     mesh = mesh_of(shard=-1)
     theirs, again = (injected(zoo.build("llama"), config) for _ in range(2))
     batch = zoo.ZOO["llama"].batch()
-    model = interop.functional(again, small=512, remat=True)
+    model = interop.functional(again, min_stage_params=512, remat=True)
     strategy = {True: sf.ddp("shard"), False: sf.full_shard("shard")}
     params = sf.shard(model.tree, mesh, lambda path, shape: strategy["lora_" in path], frozen=model.frozen)
 
@@ -330,7 +330,7 @@ def tuned_in_four_bits(double: bool, folder: str) -> list[float]:
         quiet(theirs.save_pretrained, path / "adapter")
     dist.barrier()
     theirs.train()  # bitsandbytes computes in bfloat16 in eval mode
-    model = interop.functional(base_model(), small=512)
+    model = interop.functional(base_model(), min_stage_params=512)
     there = theirs.get_base_model().state_dict()
     there = {name.replace("base_layer.", ""): x for name, x in there.items()}
     tree = {
@@ -406,7 +406,7 @@ def adapted_experts() -> Any:
 def test_a_module_in_which_peft_adapts_parameters_of_experts_is_what_it_is_alone(small: int, remat: bool) -> None:
     x, alone = zoo.numbers(4), adapted_experts()
     alone(x).square().sum().backward()
-    model = interop.functional(adapted_experts(), small=small, remat=remat)
+    model = interop.functional(adapted_experts(), min_stage_params=small, remat=remat)
     params = model.tree
     for _ in range(2):
         named = model.state_dict(sf.grad(lambda p: model(p, x).square().sum())(params))

@@ -33,7 +33,7 @@ def qkv(*heads: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor
 
 def mixture() -> Any:
     x, routing = routed()
-    return parallel.mixture(lambda p, t: t * p, torch.ones(2, 4), x, routing, "x")
+    return parallel.mixture_of_experts(lambda p, t: t * p, torch.ones(2, 4), x, routing, "x")
 
 
 def own_rows() -> Tensor:
@@ -49,7 +49,7 @@ CALLS: dict[str, tuple[Call, str]] = {
         lambda: parallel.cross_entropy(torch.ones(3, 4), torch.ones(4, 4), labels(), "x"),
         "cross_entropy: unknown axis",
     ),
-    "an axis, of experts": (mixture, "mixture: unknown axis"),
+    "an axis, of experts": (mixture, "mixture_of_experts: unknown axis"),
     "an axis, of a loss of experts": (lambda: parallel.balance_loss(routed()[1], "x"), "balance_loss: unknown axis"),
     "an axis, of heads": (lambda: parallel.ulysses_attention(*qkv(2, 2), "x"), "ulysses_attention: unknown axis"),
     "an axis, of places": (lambda: parallel.positions(8, "x"), "positions: unknown axis"),

@@ -108,7 +108,12 @@ PROGRAMS: dict[str, tuple[Any, Any, str, str]] = {
     "unshard": (sf.unshard, step, "over shard in sf.unshard", CALLED.format("sf.unshard")),
     "save": (save, step, "in sf.checkpoint.save", CALLED.format("sf.checkpoint.save")),
     "load": (lambda p: sf.checkpoint.load("/nowhere/at/all", p), step, "in sf.checkpoint.load", "all_gather of 'a'"),
-    "export": (lambda p: sf.checkpoint.export("/nowhere", p), step, "in sf.checkpoint.export", "all_gather of 'a'"),
+    "export": (
+        lambda p: sf.checkpoint.export_hf("/nowhere", p),
+        step,
+        "in sf.checkpoint.export_hf",
+        "all_gather of 'a'",
+    ),
     "new arguments, saves": (
         lambda p: under(total, p),
         save,

@@ -15,8 +15,8 @@ from shardfn.testing import world
 EVERY, ONE = 256, 1.5 * 2.0**-8  # in 16 bits the sum stops growing long before all have been added
 WRAPPED: dict[str, Callable[[], so.Optimizer]] = {
     "plain": lambda: so.multi_steps(so.sgd(1.0), EVERY),
-    "of masters": lambda: so.multi_steps(so.master(so.sgd(1.0)), EVERY),
-    "within master": lambda: so.master(so.multi_steps(so.sgd(1.0), EVERY)),
+    "of masters": lambda: so.multi_steps(so.fp32_master_weights(so.sgd(1.0)), EVERY),
+    "within master": lambda: so.fp32_master_weights(so.multi_steps(so.sgd(1.0), EVERY)),
 }
 
 
@@ -54,7 +54,7 @@ def test_sums_of_16_bit_gradients_are_exact(name: str, dtype: torch.dtype, ranks
     ],
 )
 def test_dtype_of_sums(own: torch.dtype, asked: torch.dtype | None, kept: torch.dtype) -> None:
-    optimizer = so.accumulate(so.sgd(0.5), 2, accumulator_dtype=asked)
+    optimizer = so.multi_steps(so.sgd(0.5), 2, accumulator_dtype=asked)
     params, grads = ({"w": torch.ones(2, 3, dtype=own)} for _ in range(2))
     state = optimizer.init(params)
     assert state["sum"]["w"].dtype == kept
@@ -67,5 +67,5 @@ def test_dtype_of_sums(own: torch.dtype, asked: torch.dtype | None, kept: torch.
 
 @pytest.mark.parametrize("wrong", [torch.int32, torch.complex64, "float32", 32])
 def test_other_dtypes_of_sums_are_refused(wrong: Any) -> None:
-    with pytest.raises(TypeError, match="accumulate: accumulator_dtype must be a real floating-point dtype"):
-        so.accumulate(so.sgd(0.5), 2, accumulator_dtype=wrong)
+    with pytest.raises(TypeError, match="multi_steps: accumulator_dtype must be a real floating-point dtype"):
+        so.multi_steps(so.sgd(0.5), 2, accumulator_dtype=wrong)

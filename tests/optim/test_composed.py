@@ -172,7 +172,7 @@ def left_out(name: str, ranks: int) -> bool:
     """Whether parameters without gradients stay, and the others move as if they were alone, over accumulated steps."""
     mesh, draw = sf.make_mesh(shard=ranks, device="cpu"), torch.Generator().manual_seed(0)
     a, b = ({"w": torch.randn(4, 3, generator=draw, dtype=torch.float64)} for _ in range(2))
-    optimizer = so.accumulate(OPTIMIZERS[name](), 2)
+    optimizer = so.multi_steps(OPTIMIZERS[name](), 2)
 
     def trained(tree: Any, given: Callable[[Any], Any]) -> Any:
         params = sf.shard(tree, mesh, sf.full_shard("shard"))

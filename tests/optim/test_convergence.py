@@ -74,8 +74,8 @@ RECIPES: dict[str, tuple[Callable[[], so.Optimizer], torch.dtype]] = {
     "adamw8bit": (lambda: so.adamw8bit(rate), torch.float32),
     "lion8bit": (lambda: so.lion8bit(lambda step: rate(step) * 2 / 3), torch.float32),
     "adamw, state in bfloat16": (lambda: so.adamw(rate, state_dtype=torch.bfloat16), torch.float32),
-    "a master": (lambda: so.master(so.adamw(rate)), torch.bfloat16),
-    "a master of 8 bits": (lambda: so.master(so.adamw8bit(rate)), torch.bfloat16),
+    "a master": (lambda: so.fp32_master_weights(so.adamw(rate)), torch.bfloat16),
+    "a master of 8 bits": (lambda: so.fp32_master_weights(so.adamw8bit(rate)), torch.bfloat16),
     "all in bfloat16": (lambda: so.stochastic_rounding(so.adamw(rate, state_dtype=torch.bfloat16)), torch.bfloat16),
 }
 

@@ -57,9 +57,9 @@ OPTIMIZERS: dict[str, Callable[[], so.Optimizer]] = {
     "lion8bit": lambda: so.lion8bit(0.01, weight_decay=0.1),
     "in part": lambda: so.masked(so.adamw8bit(0.02), lambda path, shape: len(shape) == 1 or "layers.1" in path),
     "adamw in bfloat16": lambda: so.adamw(0.02, state_dtype=torch.bfloat16, seed=5),
-    "master": lambda: so.master(so.adamw8bit(0.02)),
+    "master": lambda: so.fp32_master_weights(so.adamw8bit(0.02)),
     "rounded": lambda: so.stochastic_rounding(so.adamw(0.02, state_dtype=torch.bfloat16, seed=1), seed=2),
-    "wrapped": lambda: so.accumulate(so.ema(so.skip_nonfinite(so.adamw8bit(0.02)), 0.9), 2),
+    "wrapped": lambda: so.multi_steps(so.ema(so.skip_nonfinite(so.adamw8bit(0.02)), 0.9), 2),
 }
 
 
@@ -328,7 +328,7 @@ def test_small_changes_are_not_lost_where_parameters_are_rounded_at_random() -> 
     assert abs(found[1] - 0.99) < 5e-4
 
 
-@pytest.mark.parametrize("make", [so.master, so.stochastic_rounding])
+@pytest.mark.parametrize("make", [so.fp32_master_weights, so.stochastic_rounding])
 def test_parameters_in_bfloat16_may_lie_in_any_order_and_stay_as_they_are(make: Any) -> None:
     found = []
     for donate in (True, False):
@@ -346,7 +346,7 @@ def test_parameters_in_bfloat16_may_lie_in_any_order_and_stay_as_they_are(make: 
 def test_a_master_is_what_the_parameters_are_rounded_from() -> None:
     ps = optree.tree_map(lambda x: x.bfloat16(), model())
     ps["first"]["b"] = ps["first"]["b"].float()  # its own master
-    mine, theirs = so.master(so.adamw(0.02)), so.adamw(0.02)
+    mine, theirs = so.fp32_master_weights(so.adamw(0.02)), so.adamw(0.02)
     wide = optree.tree_map(torch.Tensor.float, ps)
     state, other = mine.init(ps), theirs.init(wide)
     for number in range(4):
@@ -450,7 +450,9 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a name": (lambda: so.lion(0.1, state_dtype="int8"), "lion: state_dtype must be torch.bf"),  # type: ignore[arg-type]
     "a seed": (lambda: so.adam(0.1, state_dtype=torch.bfloat16, seed="x"), "a seed is an int"),  # type: ignore[arg-type]
     "few bits": (
-        lambda: so.master(so.adamw(0.1)).init({"a": {"w": quant.quantize(torch.ones(3, 100), quant.nf4())}}),
+        lambda: so.fp32_master_weights(so.adamw(0.1)).init(
+            {"a": {"w": quant.quantize(torch.ones(3, 100), quant.nf4())}}
+        ),
         "nothing to train: a.w is quantized",
     ),
     "complex": (lambda: so.adamw8bit(0.1).init({"w": torch.ones(2) * 1j}), "w is torch.complex64"),
@@ -462,7 +464,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: so.stochastic_rounding(so.sgd(0.1)).init({"w": torch.ones(2, dtype=torch.float16)}),
         "w is torch.float16, and only bfloat16",
     ),
-    "no optimizer": (lambda: so.master(so.adamw), "the function adamw"),  # type: ignore[arg-type]
+    "no optimizer": (lambda: so.fp32_master_weights(so.adamw), "the function adamw"),  # type: ignore[arg-type]
     "another dtype": (
         lambda: (lambda o, p: o.step(p, p, loaded_with(o.init(p), "codes", lambda x: x.float())))(
             so.adamw8bit(0.1), {"w": torch.ones(3)}

@@ -19,7 +19,7 @@ OPTIMIZERS: dict[str, Callable[[], so.Optimizer]] = {
     "adafactor": lambda: so.adafactor(0.1),
     "shampoo": lambda: so.shampoo(0.1),
     "muon": lambda: so.muon(0.1),
-    "accumulate": lambda: so.accumulate(so.sgd(0.1), 3),
+    "accumulate": lambda: so.multi_steps(so.sgd(0.1), 3),
     "masked": lambda: so.masked(so.adamw(0.1), ".*"),
     "ema": lambda: so.ema(so.sgd(0.1), 0.9),
     "torch's": lambda: so.from_torch(torch.optim.RMSprop, lr=0.1),

@@ -67,7 +67,7 @@ def losses(stage: Any) -> Callable[..., Tensor]:
 def kfac(**options: Any) -> so.Kfac:
     given: dict[str, Any] = {"momentum": MOMENTUM, "b2": B2, "damping": DAMPING, "clip": CLIP, "every": EVERY}
     given |= {"lr": RATE, "weight_decay": DECAY, "which": list(MATRICES)}
-    given["otherwise"] = so.adamw(0.05, weight_decay=DECAY, donate=options.get("donate", True))
+    given["fallback"] = so.adamw(0.05, weight_decay=DECAY, donate=options.get("donate", True))
     return so.kfac(**given | options)
 
 
@@ -165,7 +165,7 @@ def trained(optimizer: so.Kfac, way: Way, ps: Any, state: Any, mesh: Any, steps:
     for t in steps:
         batch = mine(mesh, t)
         if t % ESTIMATES == 0:
-            state = back(state, optimizer.estimate(sc.grams(of, ps, [batch], outputs=True), out(state)))
+            state = back(state, optimizer.estimate(sc.second_moments(of, ps, [batch], outputs=True), out(state)))
         grads = sf.grad(lambda ps, *batch: sf.psum(of(ps, *batch).sum(), axes) / ROWS)(ps, *batch)
         ps, state = outer.step(ps, grads, state)
     return ps, state
@@ -231,9 +231,9 @@ def test_inside_of_other_optimizers(world: World, wrap: str) -> None:
 def without(strategy: str) -> list[float]:
     """A stage without a gradient, at the first step and later, beside one whose gradient is zero."""
     mesh, apart = data_mesh(dist.get_world_size()), []
-    optimizer = kfac(weight_decay=0.0, momentum=0.0, donate=False, every=1, otherwise=so.sgd(0.1, donate=False))
+    optimizer = kfac(weight_decay=0.0, momentum=0.0, donate=False, every=1, fallback=so.sgd(0.1, donate=False))
     one = other = sf.shard(whole(), mesh, STRATEGIES[strategy])
-    moments = sc.grams(losses(sf.stage), one, [mine(mesh, 0)], outputs=True)
+    moments = sc.second_moments(losses(sf.stage), one, [mine(mesh, 0)], outputs=True)
     state = last = optimizer.estimate(moments, optimizer.init(one))
     for t, gone in enumerate(("up", "head", "embed", "twice")):
         grads = optree.tree_map(lambda x, t=t: torch.sin(x * (3 + t)), gradient_like(one, mesh))
@@ -270,7 +270,7 @@ def test_a_factor_of_zeros_has_damping_alone() -> None:
     def of(p: Any, x: Tensor) -> Tensor:
         return (x @ p["w"] * 0 @ p["v"]).sum(1) + x.sum(1)
 
-    moments = sc.grams(of, params, [x], outputs=True)
+    moments = sc.second_moments(of, params, [x], outputs=True)
     state = optimizer.estimate(moments, optimizer.init(params))
     root, grads = DAMPING**0.5, optree.tree_map(torch.sin, params)
     wanted = params["w"] - RATE * torch.linalg.solve(x.T @ x / 6 + root * torch.eye(4).double(), grads["w"]) / root
@@ -341,7 +341,7 @@ def wrong(which: str) -> str:
     other = so.kfac(0.1)
 
     def estimated(params: Any = flat, optimizer: so.Kfac = optimizer, state: Any = state, **more: Any) -> Any:
-        return optimizer.estimate(sc.grams(losses(sf.stage), params, batches, **more), state)
+        return optimizer.estimate(sc.second_moments(losses(sf.stage), params, batches, **more), state)
 
     def wide() -> Any:
         return sf.shard(whole() | {"head": {"w": normal(H, CLASSES + 1, seed=9)}}, mesh, STRATEGIES["full_shard"])
@@ -353,7 +353,9 @@ def wrong(which: str) -> str:
         "a vector": lambda: kfac(which=["up.b"]).init(flat),
         "no such path": lambda: kfac(which=["down"]).init(flat),
         "another shape": lambda: estimated(wide(), outputs=True),
-        "plain": lambda: optimizer.estimate(sc.grams(losses(plainly), whole(), [rows(0)], outputs=True), state),
+        "plain": lambda: optimizer.estimate(
+            sc.second_moments(losses(plainly), whole(), [rows(0)], outputs=True), state
+        ),
         "a captured count": lambda: optimizer.step(
             flat, copied(flat), state | {"chosen": state["chosen"] | {"step": torch.tensor(0)}}
         ),
@@ -367,7 +369,7 @@ def wrong(which: str) -> str:
     {
         "no estimate": "RuntimeError: kfac: there are no factors before the first estimate: state = optimizer",
         "an embedding": "ValueError: kfac: these moments have no factors of embed.e, .* by which=",
-        "inputs alone": "ValueError: kfac: .* pass outputs=True to curvature.grams",
+        "inputs alone": "ValueError: kfac: .* pass outputs=True to curvature.second_moments",
         "a vector": "ValueError: kfac: which= chose up.b, of fewer than two dimensions",
         "no such path": "ValueError: kfac: no parameter .* matches 'down'; there are conv.k",
         "another shape": r"ValueError: kfac: the moment of outputs of head.w is \(4, 4\), and \(3, 3\) in the state",
@@ -398,7 +400,7 @@ def checked_grams() -> int:
     flat, of, found = sf.shard(whole(), mesh, STRATEGIES["full_shard"]), losses(sf.stage), list[Any]()
 
     def noted(ps: Any) -> Any:
-        found.append(sc.grams(of, ps, [mine(mesh, 0)], outputs=True))
+        found.append(sc.second_moments(of, ps, [mine(mesh, 0)], outputs=True))
         return ps
 
     sf.shard_map(noted, mesh=mesh, in_specs=..., out_specs=...)(flat)

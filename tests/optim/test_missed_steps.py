@@ -33,7 +33,7 @@ OPTIMIZERS: dict[str, Callable[[], so.Optimizer]] = {
     "adafactor, pure": lambda: so.adafactor(0.1, donate=False),
     "soap": lambda: so.soap(0.1),
     "masked": lambda: so.masked(so.adamw(0.1), r".*w", so.lamb(0.1)),
-    "master": lambda: so.master(so.adamw(0.1)),
+    "master": lambda: so.fp32_master_weights(so.adamw(0.1)),
     "ema": lambda: so.ema(so.adamw(0.1), 0.9),
     "skip_nonfinite": lambda: so.skip_nonfinite(so.adam(0.1)),
     "torch's": lambda: so.from_torch(torch.optim.AdamW, lr=0.1),

@@ -48,7 +48,7 @@ CASES: dict[str, tuple[dict[str, int], sf.Strategy, Any]] = {
     "zero1": ({"data": 4}, sf.zero1("data"), P()),
     "hybrid_shard": ({"replica": 2, "shard": 2}, sf.hybrid_shard(shard="shard", replica="replica"), P()),
     "hfsdp": ({"replica": 2, "shard": 2}, sf.hfsdp(shard="shard", replica="replica"), P()),
-    "uncut": ({"shard": 4}, sf.uncut(sf.full_shard("shard"), below=20), P()),
+    "uncut": ({"shard": 4}, sf.replicate_small(sf.full_shard("shard"), below=20), P()),
     "full_shard x tensor": ({"shard": 2, "tensor": 2}, sf.full_shard("shard"), SPECS),
     "ddp x tensor": ({"data": 2, "tensor": 2}, sf.ddp("data"), SPECS),
     "tensor": ({"data": 1, "tensor": 4}, sf.full_shard("data"), sf.by_path([(r".*\.w", P("tensor"))], strict=False)),
@@ -207,7 +207,7 @@ def scaled_run(strategy: sf.Placement) -> Any:
     """Six steps, in the third of which one rank's data overflow."""
     mesh = sf.make_mesh(replica=2, shard=2, device="cpu")
     whole = {"w": tree()["head"]}
-    opt, plain = so.loss_scaled(so.adamw(0.1), scale=8.0, every=2), so.adamw(0.1)
+    opt, plain = so.dynamic_loss_scale(so.adamw(0.1), scale=8.0, growth_interval=2), so.adamw(0.1)
     params, single = sf.shard(whole, mesh, strategy), optree.tree_map(torch.clone, whole)
     state, single_state = opt.init(params), plain.init(single)
     scales = [state["scale"]]
@@ -242,7 +242,7 @@ def vanishing(scale: float) -> float:
     mesh = sf.make_mesh(shard=2, device="cpu")
     params = sf.shard({"w": torch.ones(32)}, mesh, sf.full_shard("shard"))
     f = sf.stage(lambda w, x: (w * x).sum(), gather_dtype=torch.float16, reduce_dtype=torch.float16)
-    opt = so.loss_scaled(so.sgd(1e6), scale=scale)
+    opt = so.dynamic_loss_scale(so.sgd(1e6), scale=scale)
     state = opt.init(params)
     x = torch.full((32,), 1e-4, dtype=torch.float16)
     grads = sf.grad(lambda p: f(p["w"], x) * (state["scale"] * 1e-4))(params)
@@ -262,10 +262,10 @@ def test_finite_is_agreed_by_all_ranks(world: World) -> None:
     def body() -> tuple[bool, bool]:
         mesh = sf.make_mesh(shard=2, device="cpu")
         flat = sf.shard({"w": torch.ones(64), "n": torch.arange(3)}, mesh, sf.full_shard("shard"))
-        before = so.finite(flat)
+        before = so.all_finite(flat)
         if mesh.get_rank() == 0:
             flat["w"].values[3] = torch.nan
-        return before, so.finite(flat)
+        return before, so.all_finite(flat)
 
     assert world.run(body) == [(True, False)] * 2
 
@@ -362,7 +362,7 @@ def test_what_has_no_gradient_is_left_out(world: World, kind: str) -> None:
 
 
 def test_numbers_in_a_state_count_as_tensors_do() -> None:
-    optimizer, found = so.loss_scaled(so.sgd(0.25), scale=3.0, every=1), []
+    optimizer, found = so.dynamic_loss_scale(so.sgd(0.25), scale=3.0, growth_interval=1), []
     for old in (False, True):
         p = {"w": torch.ones(3, dtype=torch.float64)}
         state = optimizer.init(p)
@@ -377,7 +377,10 @@ def test_numbers_in_a_state_count_as_tensors_do() -> None:
 
 def test_a_loss_scale_stays_where_float32_holds_its_inverse() -> None:
     for kind, scale in ((torch.nan, 2.0**-126), (0.0, 2.0**126)):
-        optimizer, p = so.loss_scaled(so.sgd(0.1), growth=2.0**9, backoff=2.0**-9, every=1), {"w": torch.ones(3)}
+        optimizer, p = (
+            so.dynamic_loss_scale(so.sgd(0.1), growth_factor=2.0**9, backoff_factor=2.0**-9, growth_interval=1),
+            {"w": torch.ones(3)},
+        )
         state = optimizer.init(p)
         for _ in range(50):
             p, state = optimizer.step(p, {"w": torch.full((3,), kind)}, state)
@@ -395,11 +398,11 @@ def only_parameters(dtype: torch.dtype) -> list[Any]:
         return sf.shard(whole, mesh, sf.full_shard("shard"))
 
     results: list[Any] = []
-    for optimizer in (so.skip_nonfinite(so.sgd(0.25)), so.loss_scaled(so.sgd(0.25), scale=1.0)):
+    for optimizer in (so.skip_nonfinite(so.sgd(0.25)), so.dynamic_loss_scale(so.sgd(0.25), scale=1.0)):
         params, grads = made(2.0), made(1.0)
         with_bad_padding(grads["a"])
         params, state = optimizer.step(params, grads, optimizer.init(params))
-        results += [state["skipped"], so.finite(params), sf.unshard(params)["a"]["w"][4, 2].item()]
+        results += [state["skipped"], so.all_finite(params), sf.unshard(params)["a"]["w"][4, 2].item()]
     return results
 
 
@@ -412,7 +415,7 @@ def test_finite_ignores_padding(ranks: int, dtype: torch.dtype) -> None:
 def gathered_in_eight_bits(how: str) -> Any:
     """A stage's gradients where padding is not finite, and where padding is zero."""
     mesh = sf.make_mesh(shard=-1, device="cpu")
-    stage = sf.stage(lambda p, x: (x @ p["w"]).square().sum() + p["b"].sum(), gather=quant.int8(64))
+    stage = sf.stage(lambda p, x: (x @ p["w"]).square().sum() + p["b"].sum(), gather_format=quant.int8(64))
 
     def loss(p: Any, x: Tensor) -> Tensor:
         return sf.psum(stage(p["a"], x), "shard")

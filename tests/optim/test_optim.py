@@ -63,7 +63,7 @@ OPTIMIZERS: dict[str, Callable[..., so.Optimizer]] = {
     "lion8bit": lambda **k: so.lion8bit(0.01, weight_decay=0.1, **k),
     "adamw in bfloat16": lambda **k: so.adamw(0.02, weight_decay=decay, state_dtype=torch.bfloat16, seed=3, **k),
     "sgd in bfloat16": lambda **k: so.sgd(0.05, momentum=0.9, state_dtype=torch.bfloat16, **k),
-    "master": lambda **k: so.master(so.adamw(0.02, **k), **k),
+    "master": lambda **k: so.fp32_master_weights(so.adamw(0.02, **k), **k),
     "rounded": lambda **k: so.stochastic_rounding(so.adamw8bit(0.02, **k), seed=2, **k),
     "adafactor": lambda **k: so.adafactor(0.02, weight_decay=0.1, **k),
     "lamb": lambda **k: so.lamb(0.02, weight_decay=decay, **k),
@@ -76,7 +76,7 @@ OPTIMIZERS: dict[str, Callable[..., so.Optimizer]] = {
     "everything": lambda **k: so.chain(
         so.clip_by_value(3.0, **k),
         so.clip_by_global_norm(0.7, **k),
-        so.accumulate(so.ema(so.skip_nonfinite(so.adamw(0.02, weight_decay=decay, **k)), 0.9, **k), 2),
+        so.multi_steps(so.ema(so.skip_nonfinite(so.adamw(0.02, weight_decay=decay, **k)), 0.9, **k), 2),
     ),
 }
 
@@ -202,7 +202,13 @@ def test_lamb_is_adams_step_times_the_quotient_of_two_norms(bounds: tuple[float,
         "still": normal(2, seed=1),
     }
     got, _ = trained(
-        so.lamb(0.1, least=least, clip=most, weight_decay=lambda path, shape: decays.get(path, 0.0), donate=donate),
+        so.lamb(
+            0.1,
+            min_trust_ratio=least,
+            max_trust_ratio=most,
+            weight_decay=lambda path, shape: decays.get(path, 0.0),
+            donate=donate,
+        ),
         copied(ps),
         lambda p, n: p | {"still": p["still"] * 0, "zero": p["zero"] + n - 1},
     )
@@ -528,8 +534,11 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "nesterov alone": (lambda: so.sgd(0.1, nesterov=True), "needs a momentum"),
     "a limit below 0": (lambda: so.clip_by_global_norm(-1.0), "limit must be a number above 0, got -1.0"),
     "a decay above 1": (lambda: so.ema(so.sgd(0.1), 1.5), "decay must be a number of 0 or more and at most 1, got 1.5"),
-    "no steps": (lambda: so.accumulate(so.sgd(0.1), 0), "every must be an integer of 1 or more, got 0"),
-    "a backoff of 0": (lambda: so.loss_scaled(so.sgd(0.1), backoff=0.0), "above 0 and at most 1, got 0.0"),
+    "no steps": (lambda: so.multi_steps(so.sgd(0.1), 0), "every must be an integer of 1 or more, got 0"),
+    "a backoff of 0": (
+        lambda: so.dynamic_loss_scale(so.sgd(0.1), backoff_factor=0.0),
+        "dynamic_loss_scale: backoff_factor must be a number above 0 and at most 1, got 0.0",
+    ),
     "a long warmup": (lambda: so.warmup_cosine(0.1, warmup=20, steps=10), "do not fit into steps=10"),
     "a coupled optimizer": (lambda: so.from_torch(torch.optim.Adafactor, lr=0.1), "Adafactor moves an element by"),
     "a count for all parameters": (lambda: own(counting_in_group), "Own remembers something outside of its `state`"),
@@ -542,7 +551,10 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: so.muon(0.1, momentum=torch.ones(())),  # type: ignore[arg-type]
         "momentum is a tensor",
     ),
-    "bounds that cross": (lambda: so.lamb(0.1, least=2.0, clip=1.0), "clip=1.0 is below least=2.0"),
+    "bounds that cross": (
+        lambda: so.lamb(0.1, min_trust_ratio=2.0, max_trust_ratio=1.0),
+        "max_trust_ratio=1.0 is below min_trust_ratio=2.0",
+    ),
     "no block": (lambda: so.from_torch(torch.optim.SGD, lr=0.1, block=0), "block must be an integer of 1 or more"),
     "complex matrices": (lambda: so.muon(0.1).init({"w": torch.ones(2, 2) * 1j}), "muon: w is torch.complex64"),
     "complex parameters": (lambda: so.adafactor(0.1).init({"w": torch.ones(2) * 1j}), "adafactor: w is torch"),
@@ -584,7 +596,10 @@ NUMBERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         so.adafactor,
         {"lr": 0.1, "decay": -0.8, "clip": 1.0, "eps": 1e-8, "least": 1e-3, "weight_decay": 0.1},
     ),
-    "lamb": (so.lamb, {"lr": 0.1, "b1": 0.9, "b2": 0.9, "eps": 1e-8, "least": 0.1, "clip": 9.0, "weight_decay": 0.1}),
+    "lamb": (
+        so.lamb, {"lr": 0.1, "b1": 0.9, "b2": 0.9, "eps": 1e-8, "min_trust_ratio": 0.1, "max_trust_ratio": 9.0,
+                  "weight_decay": 0.1}
+    ),
     "muon": (so.muon, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "iterations": 5}),
     "shampoo": (so.shampoo, {"lr": 0.1, "b1": 0.9, "b2": 0.9, "eps": 1e-8, "ridge": 1e-8, "exponent": 0.5,
                              "weight_decay": 0.1, "every": 2, "block": 9}),
@@ -595,16 +610,16 @@ NUMBERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "clip_by_global_norm": (so.clip_by_global_norm, {"limit": 1.0}),
     "clip_by_value": (so.clip_by_value, {"limit": 1.0}),
     "ema": (lambda **k: so.ema(so.sgd(0.1), **k), {"decay": 0.9}),
-    "accumulate": (lambda **k: so.accumulate(so.sgd(0.1), **k), {"every": 2}),
-    "loss_scaled": (
-        lambda **k: so.loss_scaled(so.sgd(0.1), **k),
-        {"scale": 2.0, "growth": 2.0, "backoff": 0.5, "every": 2},
+    "multi_steps": (lambda **k: so.multi_steps(so.sgd(0.1), **k), {"every": 2}),
+    "dynamic_loss_scale": (
+        lambda **k: so.dynamic_loss_scale(so.sgd(0.1), **k),
+        {"scale": 2.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2},
     ),
     "warmup_cosine": (so.warmup_cosine, {"peak": 0.1, "warmup": 2, "steps": 9, "end": 0.0}),
-    "linear": (so.linear, {"peak": 0.1, "warmup": 2, "steps": 9, "end": 0.0}),
+    "warmup_linear": (so.warmup_linear, {"peak": 0.1, "warmup": 2, "steps": 9, "end": 0.0}),
     "wsd": (so.wsd, {"peak": 0.1, "warmup": 2, "decay": 3, "steps": 9, "end": 0.0}),
 }  # fmt: skip
-OPTIONAL = {("adafactor", "eps"), ("lamb", "clip"), ("shampoo", "exponent")}
+OPTIONAL = {("adafactor", "eps"), ("lamb", "max_trust_ratio"), ("shampoo", "exponent")}
 SENSELESS = ["1e-3", True, [0.1], 1j, torch.ones(2), float("nan"), float("inf"), -1.0, -3]
 
 
@@ -687,7 +702,7 @@ def sines(tree: Any) -> Any:
 
 def of_any_kind(n: int) -> list[Any]:
     mesh = data_mesh(n)
-    every = OPTIMIZERS | {"loss_scaled": lambda **k: so.loss_scaled(so.adamw(0.02, **k), scale=2.0, **k)}
+    every = OPTIMIZERS | {"dynamic_loss_scale": lambda **k: so.dynamic_loss_scale(so.adamw(0.02, **k), scale=2.0, **k)}
     wrong = []
     for kind, name, donate in itertools.product(ODD, every, (True, False)):
         strategy = sf.zero1(DATA) if donate and n == 4 else sf.full_shard(DATA)
@@ -698,7 +713,7 @@ def of_any_kind(n: int) -> list[Any]:
         pairs = zip(optree.tree_leaves(sf.unshard(got)), optree.tree_leaves(sf.combine(want, rest)), strict=True)
         if not all(torch.allclose(x, y, rtol=0, atol=1e-12) for x, y in pairs):
             wrong.append((kind, name, donate))
-        assert so.finite(got)
+        assert so.all_finite(got)
         assert abs(so.norms(got).total - so.global_norm(got).item()) < 1e-12
     return wrong
 
@@ -754,10 +769,10 @@ MISTAKES: dict[str, tuple[Call, str]] = {
 OF_SLOTS = ("nothing cut but the state", "another model's state")
 WRAPPERS: dict[str, Callable[..., so.Optimizer]] = {
     "masked": lambda **k: so.masked(so.adamw(0.1), lambda path, shape: path != "embed.e"),
-    "accumulate": lambda **k: so.accumulate(so.sgd(0.1), 2),
+    "accumulate": lambda **k: so.multi_steps(so.sgd(0.1), 2),
     "ema": lambda **k: so.ema(so.sgd(0.1), 0.9),
     "skip_nonfinite": lambda **k: so.skip_nonfinite(so.sgd(0.1)),
-    "loss_scaled": lambda **k: so.loss_scaled(so.sgd(0.1)),
+    "dynamic_loss_scale": lambda **k: so.dynamic_loss_scale(so.sgd(0.1)),
     "shard_state": lambda **k: so.shard_state(so.sgd(0.1, momentum=0.9), "replica"),
     "clip_by_value": lambda **k: so.chain(so.clip_by_value(1.0), so.lion(0.1)),
 }
@@ -779,7 +794,9 @@ def mistaken(strategy: sf.Placement, names: list[str], steps: list[int]) -> list
             grads = ones(flat, mesh.get_rank())
             before = optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (flat, grads, state))
             for mistake, (call, says) in MISTAKES.items():
-                if mistake in OF_SLOTS and ("of torch" in name or name in ("sgd", "skip_nonfinite", "loss_scaled")):
+                if mistake in OF_SLOTS and (
+                    "of torch" in name or name in ("sgd", "skip_nonfinite", "dynamic_loss_scale")
+                ):
                     continue  # these remember nothing of a parameter, or not yet
                 try:
                     call(o, flat, grads, state, other)

@@ -29,9 +29,9 @@ OPTIMIZERS: dict[str, Callable[..., so.Optimizer]] = {
     "clipped": lambda **o: so.chain(so.clip_by_global_norm(0.5, **o), so.sgd(0.1, donate=False)),
     "clamped": lambda **o: so.chain(so.clip_by_value(0.5, **o), so.sgd(0.1, donate=False)),
     "ema": lambda **o: so.ema(so.sgd(0.1, donate=False), 0.9, **o),
-    "master": lambda **o: so.master(so.sgd(0.1, donate=False), **o),
-    "loss_scaled": lambda **o: so.loss_scaled(so.sgd(0.1, donate=False), scale=2.0, **o),
-    "accumulate": lambda **o: so.accumulate(so.adam(0.1, **o), 1),
+    "master": lambda **o: so.fp32_master_weights(so.sgd(0.1, donate=False), **o),
+    "dynamic_loss_scale": lambda **o: so.dynamic_loss_scale(so.sgd(0.1, donate=False), scale=2.0, **o),
+    "accumulate": lambda **o: so.multi_steps(so.adam(0.1, **o), 1),
 }
 WAYS: dict[str, Callable[..., Any]] = {
     "sf.grad": lambda f, p: sf.grad(f)(p),
@@ -117,7 +117,7 @@ def test_what_does_not_overwrite_is_exact_there(name: str) -> None:
     assert abs(tangent - want) < 1e-7 * (1 + abs(want))
     for grad in (sf.grad(f)(p), torch.func.grad(f)(p)):
         assert abs(sum((grad[key] * along[key]).sum() for key in p) - tangent) < 1e-10 * (1 + abs(want))
-    if name == "loss_scaled":
+    if name == "dynamic_loss_scale":
         return  # the host reads whether gradients are finite
     many = torch.func.vmap(f)({key: torch.stack([x, 2 * x]) for key, x in p.items()})
     assert torch.allclose(many, torch.stack([f(p), f({key: 2 * x for key, x in p.items()})]), rtol=1e-12)

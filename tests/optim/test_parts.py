@@ -26,7 +26,7 @@ WHOLE: dict[str, Callable[[], so.Optimizer]] = {
     "soap": lambda: so.soap(0.1),
     "kl_shampoo": lambda: so.kl_shampoo(0.1),
     "finite": lambda: so.skip_nonfinite(so.sgd(0.1)),
-    "finite, scaled": lambda: so.loss_scaled(so.sgd(0.1), scale=1.0),
+    "finite, scaled": lambda: so.dynamic_loss_scale(so.sgd(0.1), scale=1.0),
 }
 ELEMENTWISE: dict[str, Callable[[], so.Optimizer]] = {
     "sgd": lambda: so.sgd(0.1, momentum=0.9),
@@ -127,7 +127,7 @@ def measured() -> list[str]:
     params = local(whole())
     grads = sf.grad(mapped(mesh))(params)
     messages = []
-    for measure in (so.global_norm, so.norms, lambda tree: so.vdot(tree, tree), so.finite):
+    for measure in (so.global_norm, so.norms, lambda tree: so.vdot(tree, tree), so.all_finite):
         for tree in (params, grads):
             try:
                 measure(tree)
@@ -138,7 +138,7 @@ def measured() -> list[str]:
 
 
 def test_norms_of_parts_are_refused() -> None:
-    assert world(2).run(measured) == [[x for x in ("global_norm", "norms", "vdot", "finite") for _ in range(2)]] * 2
+    assert world(2).run(measured) == [[x for x in ("global_norm", "norms", "vdot", "all_finite") for _ in range(2)]] * 2
     assert world(1).run(measured) == [["no error"] * 8]
 
 

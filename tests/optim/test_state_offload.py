@@ -36,7 +36,7 @@ OPTIMIZERS: dict[str, Callable[[], so.Optimizer]] = {
     "lion8bit": lambda: so.lion8bit(1e-3),
     "clipped": lambda: so.chain(so.clip_by_global_norm(0.1), so.clip_by_value(0.01), so.adamw(1e-2)),
     "torch's": lambda: so.from_torch(torch.optim.AdamW, lr=1e-2),
-    "in several steps": lambda: so.accumulate(so.adamw(1e-2), 2),
+    "in several steps": lambda: so.multi_steps(so.adamw(1e-2), 2),
 }
 
 
@@ -117,7 +117,7 @@ def test_a_state_that_has_left_its_tier_is_refused(world: World, tmp_path: Path)
     for said in world.run(refusals, str(tmp_path)):
         assert said["in memory"] == (
             "step: the state of 'blocks.0' is in memory, and the strategy keeps it on disk: what maps over a tree "
-            "makes new tensors. Put it back: state = shardfn.put(state, 'disk')"
+            "makes new tensors. Put it back: state = shardfn.to_tier(state, 'disk')"
         )
         assert (
             "with block=8 its state stays on the device, and the strategy keeps that of blocks.0 on disk"

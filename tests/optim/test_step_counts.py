@@ -15,7 +15,7 @@ from tests.models import blocks, distance
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "cosine": so.warmup_cosine(3e-2, warmup=3, steps=9, end=1e-3),
     "cosine, no warmup": so.warmup_cosine(3e-2, warmup=0, steps=9),
-    "linear": so.linear(3e-2, warmup=3, steps=9, end=1e-3),
+    "linear": so.warmup_linear(3e-2, warmup=3, steps=9, end=1e-3),
     "wsd": so.wsd(3e-2, warmup=3, decay=4, steps=9),
     "wsd, no decay": so.wsd(3e-2, warmup=3, decay=0, steps=9),
     "own": lambda step: 0.1 / step,

@@ -208,7 +208,7 @@ def mixed(experts: Tensor, **options: Any) -> Tensor:
     weights = torch.ones(experts.shape, device=experts.device)
     routing = parallel.Routing(experts, weights, torch.zeros(*experts.shape[:2], 4, device=experts.device))
     x, numbers = weights[..., :1], torch.arange(4.0, device=experts.device)
-    return parallel.mixture(lambda p, x: x * p, numbers, x, routing, **options)
+    return parallel.mixture_of_experts(lambda p, x: x * p, numbers, x, routing, **options)
 
 
 def indices(like: Tensor, *numbers: int) -> Tensor:
@@ -236,11 +236,11 @@ OUTSIDE: dict[str, tuple[Any, str]] = {
     ),
     "an expert": (
         lambda w, n: mixed(indices(w, 0, 1, n).view(1, 3, 1), capacity=2),
-        "mixture: routing.experts are from 0 to 4; they are from 0 to 3, and 1 of 3 are not",
+        "mixture_of_experts: routing.experts are from 0 to 4; they are from 0 to 3, and 1 of 3 are not",
     ),
     "a negative expert": (
         lambda w, n: mixed(indices(w, 0, 1, 3 - n).view(1, 3, 1), capacity=2),
-        "mixture: routing.experts are from -1 to 1; they are from 0 to 3, and 1 of 3 are not",
+        "mixture_of_experts: routing.experts are from -1 to 1; they are from 0 to 3, and 1 of 3 are not",
     ),
 }
 """Calls with a matrix and a number that is inside if it is 3, and outside if it is 4; what is said of the latter."""
@@ -287,9 +287,9 @@ INTEGERS = [
 BY_INDEX: dict[str, tuple[str, Any]] = {
     "embedding": ("tokens", lambda i: parallel.embedding(i, torch.arange(8.0).view(4, 2))),
     "cross_entropy": ("targets", lambda i: parallel.cross_entropy(torch.eye(4), torch.eye(4), i, ignore=2, chunk=3)),
-    "mixture": ("routing.experts", lambda i: mixed(i.view(2, 2, 1))),
-    "mixture, capacity": ("routing.experts", lambda i: mixed(i.view(2, 2, 1), capacity=1)),
-    "dropped": ("routing.experts", lambda i: parallel.dropped(by_hand(i), 1)),
+    "mixture_of_experts": ("routing.experts", lambda i: mixed(i.view(2, 2, 1))),
+    "mixture_of_experts, capacity": ("routing.experts", lambda i: mixed(i.view(2, 2, 1), capacity=1)),
+    "num_dropped": ("routing.experts", lambda i: parallel.num_dropped(by_hand(i), 1)),
     "balance_loss": ("routing.experts", lambda i: parallel.balance_loss(by_hand(i))),
 }
 

@@ -52,7 +52,7 @@ def plain(params: Any, x: Tensor, capacity: int | None) -> Tensor:
 
 def mixed(params: Any, x: Tensor, capacity: int | None, axis: Any = "expert") -> Tensor:
     routing = parallel.route(x, sf.pvary(params["gate"], axis), K)
-    y = parallel.mixture(expert, {"w": params["w"], "b": params["b"]}, x, routing, axis, capacity=capacity)
+    y = parallel.mixture_of_experts(expert, {"w": params["w"], "b": params["b"]}, x, routing, axis, capacity=capacity)
     losses = 0.3 * parallel.balance_loss(routing, axis) + 0.2 * parallel.router_loss(routing, axis)
     return sf.psum(y.square().sum(), axis) + losses
 
@@ -122,7 +122,7 @@ def in_parts() -> dict[str, float]:
 
     def layer(p: Any, x: Tensor) -> Tensor:
         routing = parallel.route(x, p["gate"], K)
-        y = parallel.mixture(expert, {"w": p["w"], "b": p["b"]}, x, routing, "expert")
+        y = parallel.mixture_of_experts(expert, {"w": p["w"], "b": p["b"]}, x, routing, "expert")
         losses = 0.3 * parallel.balance_loss(routing, "expert") + 0.2 * parallel.router_loss(routing, "expert")
         return sf.psum(y.square().sum(), "expert") + losses
 
@@ -157,8 +157,11 @@ def test_no_tokens_are_mixed_to_none_and_add_nothing_to_a_loss(shape: tuple[int,
         return mixed(p, x, capacity, ())
 
     routing = parallel.route(x, params["gate"], K)
-    assert parallel.mixture(expert, {"w": params["w"], "b": params["b"]}, x, routing, capacity=capacity).shape == shape
-    assert parallel.dropped(routing, 2) == 0
+    assert (
+        parallel.mixture_of_experts(expert, {"w": params["w"], "b": params["b"]}, x, routing, capacity=capacity).shape
+        == shape
+    )
+    assert parallel.num_dropped(routing, 2) == 0
     assert not any((parallel.balance_loss(routing), parallel.router_loss(routing), loss(params, x)))
     gradient = torch.func.grad(loss, (0, 1))
     grads, of_x = gradient(params, x)
@@ -238,7 +241,7 @@ GATE = torch.eye(WIDTH, EXPERTS, dtype=torch.float64)
 
 def with_experts(n: int, **options: Any) -> Any:
     p = {"w": torch.zeros(n, WIDTH, WIDTH, dtype=torch.float64), "b": torch.zeros(n, WIDTH, dtype=torch.float64)}
-    return lambda: parallel.mixture(expert, p, X, parallel.route(X, GATE, K), "expert", **options)
+    return lambda: parallel.mixture_of_experts(expert, p, X, parallel.route(X, GATE, K), "expert", **options)
 
 
 BAD: dict[str, tuple[Any, list[str]]] = {
@@ -263,7 +266,7 @@ BAD: dict[str, tuple[Any, list[str]]] = {
     ),
     "too few lengths": (lambda: sf.ragged_all_to_all(X[0], "expert", [6], [6]), ["send must be 2 lengths", "got [6]"]),
     "a batch without a capacity": (
-        lambda: torch.func.vmap(lambda x: parallel.mixture(
+        lambda: torch.func.vmap(lambda x: parallel.mixture_of_experts(
             expert, {"w": torch.zeros(2, WIDTH, WIDTH, dtype=torch.float64)}, x, parallel.route(x, GATE, K), "expert"
         ))(X[None]),
         ["without a capacity", "vmap", "capacity="],
@@ -291,6 +294,6 @@ def test_what_does_not_fit_is_refused_on_every_rank(world: World) -> None:
 def test_dropped_counts_the_choices_that_find_no_place() -> None:
     x = torch.ones(1, 5, 2)  # all tokens choose alike
     routing = parallel.route(x, torch.tensor([[1.0, 0.0, -1.0], [0.0, 0.0, 0.0]]), 2)
-    assert parallel.dropped(routing, 5) == 0
-    assert parallel.dropped(routing, 3) == 4
+    assert parallel.num_dropped(routing, 5) == 0
+    assert parallel.num_dropped(routing, 3) == 4
     assert parallel.balance_loss(routing) > 1.0

@@ -19,7 +19,7 @@ from torch import Tensor
 import shardfn as sf
 from shardfn import parallel
 from shardfn.parallel import messages
-from shardfn.parallel.pipeline import passes
+from shardfn.parallel.pipeline import schedule_of
 from shardfn.testing import World, errors
 from tests.reference import worst
 from tests.refusals import told
@@ -114,7 +114,7 @@ def test_every_derivative_is_that_of_one_process(world: World) -> None:
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_schedules_do_every_pass_once_and_never_wait_for_each_other(schedule: Any, size: int, count: int) -> None:
-    lists = [passes(schedule, index, size, count) for index in range(size)]
+    lists = [schedule_of(schedule, index, size, count) for index in range(size)]
     for own in lists:
         assert sorted(own) == sorted((kind, m) for kind in ("forward", "backward") for m in range(count))
     done: set[tuple[str, int, int]] = set()
@@ -130,7 +130,7 @@ def test_schedules_do_every_pass_once_and_never_wait_for_each_other(schedule: An
                 own.pop(0)
         assert len(done) > before, "a deadlock"
     held = {"1f1b": min(count, size), "gpipe": count}[schedule]
-    assert max_held(passes(schedule, 0, size, count)) == held
+    assert max_held(schedule_of(schedule, 0, size, count)) == held
 
 
 def max_held(own: list[tuple[str, int]]) -> int:

@@ -56,7 +56,7 @@ def entropy(rows: int = 3, columns: int = 4, **options: Any) -> Any:
 def mixture(length: int = 4, width: int = 3, **options: Any) -> Any:
     x = some(1, length, width)
     routing = parallel.route(x, some(width, 4), 2)
-    return parallel.mixture(lambda p, t: t * p, some(2, width), x, routing, "c", **options)
+    return parallel.mixture_of_experts(lambda p, t: t * p, some(2, width), x, routing, "c", **options)
 
 
 LENGTH = "k: torch.float64 (1, 2, 4, 4)", "k: torch.float64 (1, 2, 6, 4)", "pad it to one length"

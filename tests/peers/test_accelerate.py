@@ -29,7 +29,7 @@ needs_accelerate = pytest.mark.skipif(
 def one_set() -> Any:
     module, (mesh, mine) = filled(residuals()), setting()
     plain = copy.deepcopy(module)
-    model = interop.functional(module, small=8)
+    model = interop.functional(module, min_stage_params=8)
     return mesh, mine, model, model.shard(mesh, sf.full_shard(DATA)), plain
 
 
@@ -190,14 +190,14 @@ def all_rows(batch: Any) -> list[int]:
 
 
 def an_epoch_has_every_row_once() -> None:
-    _, made = batches(last="pad", epochs=2)
+    _, made = batches(remainder="pad", epochs=2)
     rows_of_all = [row for batch in made for row in all_rows(batch)]
     assert sorted(rows_of_all[:22]) == sorted(rows_of_all[22:]) == [*range(22)]
     assert rows_of_all[:22] != rows_of_all[22:]
 
 
 def skipping_first_batches_is_resuming() -> None:
-    _, made = batches(last="wrap", epochs=3)
+    _, made = batches(remainder="wrap", epochs=3)
     whole = [all_rows(batch) for batch in made]
     for start in (1, 4, 7):
         assert [all_rows(batch) for batch in made(start)] == whole[start:]
@@ -214,17 +214,17 @@ def the_order_depends_on_the_seed_and_not_on_ranks() -> None:
 
 def every_rank_has_as_many_batches_and_rows() -> None:
     for last, count, size in (("drop", 2, 2), ("pad", 3, 2), ("wrap", 3, 2)):
-        _, made = batches(last=last, epochs=1)
+        _, made = batches(remainder=last, epochs=1)
         assert [len(batch["row"]) for batch in made] == [size] * count, last
 
 
 def without_shuffling_rows_are_in_order() -> None:
-    _, made = batches(shuffle=False, last="pad", epochs=1)
+    _, made = batches(shuffle=False, remainder="pad", epochs=1)
     assert [row for batch in made for row in all_rows(batch)] == [*range(22)]
 
 
 def metrics_leave_out_what_pads_the_last_batch() -> None:
-    mesh, made = batches(last="pad", epochs=1)
+    mesh, made = batches(remainder="pad", epochs=1)
     total = sf.shard_map(
         lambda b: sf.psum(torch.stack([(b["x"] * b["mask"]).sum(), b["mask"].sum().double()]), DATA),
         mesh=mesh, in_specs=..., out_specs=P(),
@@ -271,7 +271,7 @@ def local_sgd_averages_parameters_now_and_then() -> None:
 
 def a_step_in_float16_that_overflows_is_skipped() -> None:
     mesh, _, model, params, _ = one_set()
-    before, optimizer = model.state_dict(params), so.loss_scaled(so.adamw(LR), scale=8.0)
+    before, optimizer = model.state_dict(params), so.dynamic_loss_scale(so.adamw(LR), scale=8.0)
     state = optimizer.init(params)
     slopes = optree.tree_map(torch.ones_like, params)
     if mesh.get_rank() == 1:

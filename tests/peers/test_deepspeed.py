@@ -41,9 +41,9 @@ PARTITIONED: dict[str, dict[str, Any]] = {
     **{f"stage {name[-1]}, unused parameters": {"strategy": zero(name), "build": Unused} for name in STAGES},
     **{f"stage {name[-1]}, frozen parameters": {"strategy": zero(name), "build": frozen} for name in STAGES[1:]},
     "stage 3, shapes that do not divide": {"strategy": zero("zero:3"), "build": uneven},
-    "stage 3, an external parameter": {"strategy": zero("zero:3"), "build": Tied, "loose": [r"embed\.weight"]},
+    "stage 3, an external parameter": {"strategy": zero("zero:3"), "build": Tied, "unstaged": [r"embed\.weight"]},
     "stage 3, a scalar": {"strategy": zero("zero:3"), "build": Scaled},
-    "stage 3, small parameters persist": {"strategy": sf.uncut(zero("zero:3"), below=100)},
+    "stage 3, small parameters persist": {"strategy": sf.replicate_small(zero("zero:3"), below=100)},
     "stage 3, a leaf module": {"strategy": zero("zero:3"), "build": nested, "stages": "0"},
     "stage 3, activation checkpoints": {"strategy": zero("zero:3"), "remat": True},
     "hpZ": {"strategy": sf.hpz(shard="shard", replica="replica")},
@@ -89,7 +89,7 @@ def scaled(overflows: str, scale: float, window: int) -> tuple[list[float], int,
     mesh, _ = setting()
     whole = {"a": {"w": torch.ones(3, 2).double()}}
     ps = sf.shard(whole, mesh, sf.full_shard(DATA))
-    optimizer, plain = so.loss_scaled(so.adam(0.1), scale=scale, every=window), so.adam(0.1)
+    optimizer, plain = so.dynamic_loss_scale(so.adam(0.1), scale=scale, growth_interval=window), so.adam(0.1)
     state, other = optimizer.init(ps), {"a": {"w": whole["a"]["w"].clone()}}
     others, found = plain.init(other), []
     for step, kind in enumerate(overflows):
@@ -128,7 +128,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], list[str], bool]] = {  # what is in the
     "clipping": ({"gradient_clipping": 0.5}, ["so.clip_by_global_norm(0.5)"], True),
     "a dynamic scale, which has a least value there": (
         {"fp16": {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 7, "hysteresis": 1}},
-        ["so.loss_scaled(", "scale=4096.0", "every=7"], False,
+        ["so.dynamic_loss_scale(", "scale=4096.0", "growth_interval=7"], False,
     ),
     "bfloat16": ({"bf16": {"enabled": True}}, ["gather_dtype=torch.bfloat16"], True),
     "AdamW": (
@@ -159,7 +159,7 @@ def adam(strategy: Any, folder: Path | None = None, steps: int = 3) -> Any:
     mesh = sf.make_mesh(device="cpu", replica=1, shard=-1, scratch=folder)
     module, mine = filled(residuals()), lambda x: x.chunk(mesh.size())[mesh.get_rank()]
     plain = copy.deepcopy(module)
-    model, optimizer = interop.functional(module, small=8), so.adam(0.05)
+    model, optimizer = interop.functional(module, min_stage_params=8), so.adam(0.05)
     theirs = torch.optim.Adam(plain.parameters(), lr=0.05)
     params = model.shard(mesh, strategy)
     state = optimizer.init(params)
@@ -219,7 +219,11 @@ def master_weights_follow_float32(folder: Path) -> None:
     mesh = sf.make_mesh(device="cpu", shard=-1)
     for dtype in (torch.bfloat16, torch.float16):
         start = {"a": {"w": torch.linspace(-1, 1, 24).view(6, 4).to(dtype)}}
-        ps, optimizer, plain = sf.shard(start, mesh, sf.full_shard("shard")), so.master(so.adam(0.01)), so.adam(0.01)
+        ps, optimizer, plain = (
+            sf.shard(start, mesh, sf.full_shard("shard")),
+            so.fp32_master_weights(so.adam(0.01)),
+            so.adam(0.01),
+        )
         single = optree.tree_map(torch.Tensor.float, start)
         state, other = optimizer.init(ps), plain.init(single)
         for number in range(5):
@@ -243,7 +247,7 @@ def a_rank_holds_what_its_stage_leaves(folder: Path) -> None:
 def a_batch_is_that_of_all_ranks_and_micro_batches(folder: Path) -> None:
     mesh = sf.make_mesh(device="cpu", replica=1, shard=-1)
     module = filled(residuals())
-    plain, model = copy.deepcopy(module), interop.functional(module, small=8)
+    plain, model = copy.deepcopy(module), interop.functional(module, min_stage_params=8)
     params, mine = model.shard(mesh, sf.full_shard("shard")), rows().chunk(mesh.size())[mesh.get_rank()]
 
     def loss(ps: Any, x: Tensor) -> Tensor:

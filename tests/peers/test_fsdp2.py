@@ -81,9 +81,9 @@ TRAINED: dict[str, dict[str, Any]] = {
     "units by class": {"stages": {"Residual"}, "build": nested},
     "units by pattern": {"stages": r"0|1"},
     "units of a size": {"min_num_params": 70},
-    "one unit": {"stages": lambda path, m: False, "small": 2**62},
+    "one unit": {"stages": lambda path, m: False, "min_stage_params": 2**62},
     "every layer a unit": {"stages": {nn.Linear}},
-    "parameters that other modules read": {"build": Tied, "loose": [r"embed\.weight"]},
+    "parameters that other modules read": {"build": Tied, "unstaged": [r"embed\.weight"]},
     "Adam": {"optimizers": ADAM},
     "momentum": {"optimizers": MOMENTUM},
     "groups of an optimizer": {"optimizers": GROUPS},
@@ -91,7 +91,7 @@ TRAINED: dict[str, dict[str, Any]] = {
     "clipped by the sum": {"optimizers": MOMENTUM, "limit": (0.3, 1.0)},
     "clipped by the largest": {"optimizers": MOMENTUM, "limit": (0.01, float("inf"))},
     "gathered once a step": {"strategy": sf.full_shard(DATA).with_reshard("step")},
-    "small parameters whole": {"strategy": sf.uncut(sf.full_shard(DATA), below=20)},
+    "small parameters whole": {"strategy": sf.replicate_small(sf.full_shard(DATA), below=20)},
     "strategies by path": {"strategy": lambda path, shape: sf.full_shard(DATA) if "weight" in path else sf.ddp(DATA)},
     **{f"strategy {name}": {"strategy": one} for name, one in STRATEGIES.items() if name != "hybrid_shard"},
 }
@@ -110,7 +110,7 @@ def one_set(build: Callable[[], nn.Module] = residuals, strategy: Any = None, **
     """A mesh, what takes this rank's rows, a model, its parameters, and the module itself."""
     module, (mesh, mine) = filled(build()), setting()
     plain = copy.deepcopy(module)
-    model = interop.functional(module, **{"small": 8} | options)
+    model = interop.functional(module, **{"min_stage_params": 8} | options)
     return mesh, mine, model, model.shard(mesh, strategy or STRATEGIES["hybrid_shard"]), plain
 
 
@@ -153,8 +153,8 @@ def accumulation(defer: str | None = None, strategy: Any = None) -> None:
 
 
 def accumulation_without_synchronization() -> None:
-    accumulation(defer="everything")
-    accumulation(defer="everything", strategy=STRATEGIES["shard_grad_op"])
+    accumulation(defer="all")
+    accumulation(defer="all", strategy=STRATEGIES["shard_grad_op"])
 
 
 def logged(f: Callable[..., Any], strategy: str) -> sf.Ledger:
@@ -176,7 +176,7 @@ def accumulated(model: Any, params: Any, x: Tensor, **options: Any) -> Any:
 def messages_of_accumulation_are_deferred() -> None:
     """A reduction of each micro-batch by default, or one at the end."""
     assert logged(accumulated, "full_shard").count(op="reduce_scatter") == 3 * 4
-    at_end = functools.partial(accumulated, defer="everything")
+    at_end = functools.partial(accumulated, defer="all")
     assert logged(at_end, "full_shard").count(op="reduce_scatter") == 3
 
 
@@ -210,7 +210,7 @@ def a_module_on_meta_is_loaded() -> None:
     plain = filled(residuals())
     with interop.meta():
         module = residuals()
-    model = interop.functional(module.double(), small=8)
+    model = interop.functional(module.double(), min_stage_params=8)
     params = interop.load(plain.state_dict(), model, mesh, sf.full_shard(DATA))
     assert distance(model(params, mine(rows())), mine(plain(rows()))) < 1e-12
 
@@ -287,7 +287,7 @@ def parameters_of_several_dtypes_in_one_unit() -> None:
     module = filled(residuals())
     module.get_submodule("2").float()
     module.get_submodule("2").register_forward_pre_hook(lambda m, args: (args[0].float(),))
-    model = interop.functional(copy.deepcopy(module), stages=lambda path, m: path == "", small=8)
+    model = interop.functional(copy.deepcopy(module), stages=lambda path, m: path == "", min_stage_params=8)
     params = model.shard(mesh, sf.full_shard(DATA))
     out = mapped(sf.grad(lambda ps, x: sf.psum(model(ps, x).square().sum(), DATA)), mesh, out=...)(params, mine(rows()))
     module(rows()).square().sum().backward()
@@ -355,7 +355,7 @@ def beside(name: str) -> float:
     theirs, ours, micro, _ = BESIDE[name]
     module: Any = filled(residuals())
     x = rows().chunk(2)[dist.get_rank()]
-    model = interop.functional(copy.deepcopy(module), small=8, **ours)
+    model = interop.functional(copy.deepcopy(module), min_stage_params=8, **ours)
     for layer in (*module.children(), module):
         fully_shard(layer, mesh=init_device_mesh("cpu", (2,)), **theirs)
     for i, part in enumerate(x.chunk(micro)):

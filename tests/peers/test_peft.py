@@ -89,7 +89,7 @@ def theirs(config: Config) -> Any:
 def ours(config: Config) -> tuple[Any, Any, Any]:
     """The mesh, a function of the module, and its parameters."""
     mesh = sf.make_mesh(device="cpu", shard=-1)
-    model = interop.functional(filled(Model()), small=8)
+    model = interop.functional(filled(Model()), min_stage_params=8)
     model.module.eval()
     return mesh, model, sf.shard(model.tree, mesh, sf.full_shard("shard"), frozen=model.frozen)
 
@@ -249,7 +249,7 @@ def several_adapters_share_a_base() -> None:
 def a_module_that_peft_has_changed_is_a_module() -> None:
     made = theirs(CONFIGS["ends of names"])
     plain, mesh = copy.deepcopy(made), sf.make_mesh(device="cpu", shard=-1)
-    model = interop.functional(made, small=8)
+    model = interop.functional(made, min_stage_params=8)
     params = model.shard(mesh, sf.full_shard("shard"))
     slopes = sf.grad(lambda p: model(p, TOKENS).square().sum() / dist.get_world_size())(params)
     plain(TOKENS).square().sum().backward()

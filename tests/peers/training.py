@@ -31,7 +31,7 @@ def trained(
     plain = copy.deepcopy(module)
     ours, theirs = optimizers[0], optimizers[1]([p for p in plain.parameters() if p.requires_grad])
     ours = ours if limit is None else so.chain(so.clip_by_global_norm(limit[0], order=limit[1]), ours)
-    model = interop.functional(module, **{"small": 8} | options)
+    model = interop.functional(module, **{"min_stage_params": 8} | options)
     params = model.shard(mesh, strategy)
     state = ours.init(params)
     buffers: Any = {name: b.clone() for name, b in model.buffers.items()}

@@ -117,7 +117,7 @@ def experts(**options: Any) -> Callable[[Any], Program]:
     @sf.stage
     def mixed(p: Any, x: Tensor) -> Any:
         routing = parallel.route(x, p["router"], k=2)
-        y = parallel.mixture(expert, p["experts"], x, routing, "expert", **options)
+        y = parallel.mixture_of_experts(expert, p["experts"], x, routing, "expert", **options)
         return x + y, parallel.balance_loss(routing, "expert")
 
     def expert(p: Any, x: Tensor) -> Tensor:
@@ -410,9 +410,9 @@ def planned(names: list[str], rank: int = 0) -> list[list[Sent]]:
     """Those of their plans."""
     found = []
     for name in names:
-        with sf.planning(2, rank):
+        with sf.plan_mode(2, rank):
             step, args = PROGRAMS[name](mesh_for(name))
-            found.append(sent_by(sf.plan(step, *args)))
+            found.append(sent_by(sf.plan_step(step, *args)))
             del step, args
     return found
 
@@ -420,16 +420,16 @@ def planned(names: list[str], rank: int = 0) -> list[list[Sent]]:
 @sf.debug(memory=False)
 def assumed(name: str) -> tuple[Any, ...]:
     """What a plan takes for granted, and the bytes that it sends."""
-    with sf.planning(2):
+    with sf.plan_mode(2):
         step, args = (PROGRAMS | OTHERS)[name](mesh_for(name))
-        plan = sf.plan(step, *args)
+        plan = sf.plan_step(step, *args)
         return plan.assumed, sorted(w.sent for w in plan.collectives if "all_to_all" in w.kind and w.stage)
 
 
 @sf.debug(memory=False)
 def masks(name: str) -> list[str]:
     """Where attention masks are made in the plan of a model, whose run makes none."""
-    with sf.planning(2):
+    with sf.plan_mode(2):
         step, args = PROGRAMS[name](sf.make_mesh(shard=2))
-        plan = sf.plan(step, *args)
+        plan = sf.plan_step(step, *args)
         return [each.where for each in plan.allocations if "mask" in each.where]

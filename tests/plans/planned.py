@@ -57,7 +57,7 @@ def low_rank() -> list[Any]:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "remat": {"remat": True},
-    "few bits": {"gather": quant.int8(), "reduce": quant.int8()},
+    "few bits": {"gather_format": quant.int8(), "reduce_format": quant.int8()},
     "bf16": {"reduce_dtype": torch.float32},
     "offload": {"remat": sf.offload(above=0)},
 }
@@ -143,7 +143,7 @@ def sent(entries: Any) -> list[Sent]:
     ]
 
 
-def sent_by(plan: sf.Plan) -> list[Sent]:
+def sent_by(plan: sf.StepPlan) -> list[Sent]:
     """The collectives of a plan."""
     return [
         (w.kind, w.axis, w.stage, w.dtype, w.sent, w.scheduled, w.phase in ("backward", "recompute"))
@@ -194,12 +194,12 @@ def measured(cases: list[tuple[str, str]], ranks: int, rank: int, path: str) -> 
 
 
 @sf.debug(memory=False)
-def planned(cases: list[tuple[str, str]], ranks: int, rank: int) -> list[sf.Plan]:
+def planned(cases: list[tuple[str, str]], ranks: int, rank: int) -> list[sf.StepPlan]:
     """The plans of the programs."""
     found = []
     for strategy, variant in cases:
-        with sf.planning(ranks, rank), tempfile.TemporaryDirectory() as scratch:
+        with sf.plan_mode(ranks, rank), tempfile.TemporaryDirectory() as scratch:
             step, args = program(strategy, variant, ranks, None, scratch)
-            found.append(sf.plan(step, *args))
+            found.append(sf.plan_step(step, *args))
             del step, args
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardfn.plans.plan import Plan
+from shardfn.plans.plan import StepPlan
 from shardfn.plans.schedule import Allocation, Held, Work
 
 GATHERS, REDUCTIONS = 1, 2
@@ -18,7 +18,7 @@ class At:
     ends: tuple[float, ...]
 
 
-def stack(layers: int = 126, whole: int = 6_400_000_000, axis: tuple[str, ...] = ("shard",)) -> Plan:
+def stack(layers: int = 126, whole: int = 6_400_000_000, axis: tuple[str, ...] = ("shard",)) -> StepPlan:
     """A step of equal layers, fully sharded over 8 ranks, with remat: as a plan of 405 billion parameters has it."""
     works: list[Work] = []
     held: list[Held] = []
@@ -65,12 +65,12 @@ def stack(layers: int = 126, whole: int = 6_400_000_000, axis: tuple[str, ...] =
         ("gathered", "model.py:40", "layers.7", 2), ("activations", "model.py:46", f"layers.{layers - 1}", 12),
     ]  # fmt: skip
     largest = tuple(Allocation(k, where, stage, n, max(1, peak.kinds[k])) for k, where, stage, n in rows)
-    return Plan(
+    return StepPlan(
         "step", {"replica": 128, "shard": 8}, 0, tuple(works), tuple(held), {}, {}, peak, largest, layers * whole // 2
     )  # fmt: skip
 
 
-def taking(plan: Plan) -> At:
+def taking(plan: StepPlan) -> At:
     """Times in which each stream runs its works one after another, once those before have ended."""
     free: dict[int, float] = {}
     begin: list[float] = []

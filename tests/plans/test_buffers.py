@@ -28,7 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "two ahead": {"prefetch": 2},
     "none ahead": {"prefetch": 0},
     "in bfloat16": {"gather_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
-    "in 8 bits": {"gather": quant.int8(64)},
+    "in 8 bits": {"gather_format": quant.int8(64)},
     "kept": {"reshard": False},
     "for the step": {"reshard": "step"},
 }
@@ -103,7 +103,7 @@ def there(runs: list[Any], folder: str) -> list[dict[str, int]]:
         files = {kind: placing.file_of(mesh, kind).nbytes for kind in ("params", "grads", "state")}
         reducing = sum(pool.nbytes() for pool in schedule.reductions.pools)
         # What is brought to a device before it is encoded is held there too; on a CPU it is there already.
-        brings = isinstance(run[2].get("params"), str) and "gather" in OPTIONS[run[1]]
+        brings = isinstance(run[2].get("params"), str) and "gather_format" in OPTIONS[run[1]]
         brought = max(flat.values.nbytes for flat in flat_shards(params)) if brings else 0
         sizes = {"gathered": log.gathered, "brought": brought, "reducing": reducing, "moving": transfers.buffers.nbytes}
         found.append(sizes | files)
@@ -111,12 +111,12 @@ def there(runs: list[Any], folder: str) -> list[dict[str, int]]:
 
 
 @sf.debug(memory=False)
-def planned(runs: list[Any], folder: str) -> list[sf.Plan]:
+def planned(runs: list[Any], folder: str) -> list[sf.StepPlan]:
     found = []
     for run in runs:
-        with sf.planning(RANKS):
+        with sf.plan_mode(RANKS):
             _, step, args = program(run, folder, None)
-            found.append(sf.plan(step, *args))
+            found.append(sf.plan_step(step, *args))
             del step, args
     return found
 

@@ -13,7 +13,7 @@ import shardfn as sf
 from shardfn.plans import presets
 from shardfn.plans.machines import OPERATIONS, Chip, Links, nodes_of
 from shardfn.plans.measuring import measure_chip, measure_links
-from shardfn.plans.plan import Plan
+from shardfn.plans.plan import StepPlan
 from shardfn.plans.schedule import Held, Work
 from shardfn.testing import world
 
@@ -22,9 +22,9 @@ TABLE = ((1e6, 1.0), (2e6, 2.0))  # a megabyte a second
 LINKS = Links("even", "a test", {op: {(1, 2): TABLE, (2, 1): TABLE} for op in OPERATIONS}, 1e6)
 
 
-def plan(*works: Work, mesh: dict[str, int] | None = None) -> Plan:
+def plan(*works: Work, mesh: dict[str, int] | None = None) -> StepPlan:
     nothing = Held(0, {})
-    return Plan("step", mesh or {"shard": 2}, 0, works, (nothing,), {}, {}, nothing, (), 0)
+    return StepPlan("step", mesh or {"shard": 2}, 0, works, (nothing,), {}, {}, nothing, (), 0)
 
 
 def compute(seconds: float, **more: Any) -> Work:

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 
 from shardfn.plans.fits import size_of
-from shardfn.plans.plan import Plan
+from shardfn.plans.plan import StepPlan
 from shardfn.plans.schedule import Allocation, Held, Work
 
 GIB = 2**30
 
 
-def plan(*works: Work, **kinds: int) -> Plan:
+def plan(*works: Work, **kinds: int) -> StepPlan:
     peak = Held(0, {kind: count * GIB for kind, count in kinds.items()})
     largest = max(kinds, key=lambda kind: kinds[kind], default="")
     made = (Allocation(largest, "model.py:7", "blocks.0", 3, GIB),)
-    return Plan("step", {"replica": 4, "shard": 8}, 0, works, (peak,), {}, {}, peak, made, 0)
+    return StepPlan("step", {"replica": 4, "shard": 8}, 0, works, (peak,), {}, {}, peak, made, 0)
 
 
 GATHER = Work("all_gather", axis=("shard",), ranks=8, sent=8)

@@ -41,8 +41,8 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "shampoo": lambda: so.shampoo(1e-2, ridge=1e-6, every=2, block=5),
     "soap": lambda: so.soap(1e-2, every=2, block=5),
     "ema": lambda: so.ema(so.adamw(0.1), 0.9),
-    "master": lambda: so.master(so.adamw(0.1)),
-    "accumulated": lambda: so.accumulate(so.adamw(0.1), 2),
+    "master": lambda: so.fp32_master_weights(so.adamw(0.1)),
+    "accumulated": lambda: so.multi_steps(so.adamw(0.1), 2),
     "clipped": lambda: so.chain(so.clip_by_global_norm(1.0), so.adamw(0.1)),
 }
 
@@ -95,8 +95,8 @@ def compared(strategy: sf.Placement, ranks: int, folder: str) -> list[str]:
         placed, mesh = strategy.with_tiers(**tiers), sf.make_mesh(device="cpu", scratch=folder, **sizes(ranks))
         params = sf.shard(whole(), mesh, placed, frozen=FROZEN)
         for name, make in OPTIMIZERS.items():
-            said = sf.memory(whole(), make(), placed, mesh=mesh, frozen=FROZEN)
-            if said != sf.memory(params, make()):
+            said = sf.estimate_memory(whole(), make(), placed, mesh=mesh, frozen=FROZEN)
+            if said != sf.estimate_memory(params, make()):
                 wrong.append(f"{name}, {tiers}: before and after sharding")
             state = make().init(params)
             found = taken(params), taken(state, but=params)
@@ -141,11 +141,11 @@ def loss(params: Any, tokens: Tensor) -> Tensor:
     return sf.psum(sf.stage(head)(params["head"], x), ("replica", "shard"))
 
 
-def stepped(strategy: Any, ranks: int, folder: str) -> tuple[sf.Memory, dict[str, Any]]:
+def stepped(strategy: Any, ranks: int, folder: str) -> tuple[sf.MemoryEstimate, dict[str, Any]]:
     """What was said of a run, and what there was."""
     mesh = sf.make_mesh(device="cpu", scratch=folder, **sizes(ranks))
     optimizer = OPTIMIZERS["adamw"]()
-    said = sf.memory(model(), optimizer, strategy, mesh=mesh, frozen=FROZEN)
+    said = sf.estimate_memory(model(), optimizer, strategy, mesh=mesh, frozen=FROZEN)
     params = sf.shard(model(), mesh, strategy, frozen=FROZEN)
     state = optimizer.init(params)
     found: dict[str, Any] = {}
@@ -201,7 +201,7 @@ def in_few_bits(folder: str) -> list[Any]:
     for tiers in ({}, DISK):
         mesh = sf.make_mesh(device="cpu", scratch=folder, **sizes(2))
         strategy = STRATEGIES["full_shard"].with_tiers(**tiers)
-        said = sf.memory(packed(3), so.adamw(0.1), strategy, mesh=mesh)
+        said = sf.estimate_memory(packed(3), so.adamw(0.1), strategy, mesh=mesh)
         params = sf.shard(packed(3), mesh, strategy)
         state = so.adamw(0.1).init(params)
         f = sf.stage(lambda p, x: x @ p["w"] @ p["w"].T @ p["a"] @ p["a"].T)
@@ -213,7 +213,7 @@ def in_few_bits(folder: str) -> list[Any]:
 
         with sf_scope(mesh):
             _, grads = sf.value_and_grad(loss)(params, torch.ones(2, 32))
-        found.append((said, sf.Memory(taken(params), taken(grads, but=params), taken(state, but=params))))
+        found.append((said, sf.MemoryEstimate(taken(params), taken(grads, but=params), taken(state, but=params))))
     return found
 
 
@@ -226,7 +226,7 @@ def test_a_base_in_few_bits_takes_what_was_said(tmp_path: Path) -> None:
 # --- what one has before there is memory ---
 
 
-def likes(folder: str) -> list[sf.Memory]:
+def likes(folder: str) -> list[sf.MemoryEstimate]:
     """The same parameters as tensors, without numbers, and as makers."""
     mesh = sf.make_mesh(device="cpu", scratch=folder, **sizes(2))
     strategy, optimizer = STRATEGIES["full_shard"].with_tiers(state="disk"), so.adamw(0.1)
@@ -241,10 +241,10 @@ def likes(folder: str) -> list[sf.Memory]:
     makers = {"embed": maker(shapes["embed"]), "blocks": [maker(one) for one in shapes["blocks"]]}
     made = sf.init(makers, seed=0)
     nothing = optree.tree_map(lambda x: torch.empty_like(x, device="meta"), made)
-    said = [sf.memory(one, optimizer, strategy, mesh=mesh) for one in (made, nothing, makers)]
+    said = [sf.estimate_memory(one, optimizer, strategy, mesh=mesh) for one in (made, nothing, makers)]
     with sf_scope(mesh):
-        said.append(sf.memory(nothing, optimizer, strategy))
-    said.append(sf.memory(sf.init_sharded(makers, 0, mesh, strategy), optimizer))
+        said.append(sf.estimate_memory(nothing, optimizer, strategy))
+    said.append(sf.estimate_memory(sf.init_sharded(makers, 0, mesh, strategy), optimizer))
     return said
 
 
@@ -256,11 +256,11 @@ def test_parameters_may_be_without_numbers_or_not_made_yet(tmp_path: Path) -> No
 
 
 def test_a_module_without_memory_is_counted() -> None:
-    def body() -> sf.Memory:
+    def body() -> sf.MemoryEstimate:
         with interop.meta():
             module = torch.nn.TransformerEncoderLayer(2**12, 8, 2**14, batch_first=True)
         mesh = sf.make_mesh(device="cpu", **sizes(1))
-        return sf.memory(interop.functional(module).tree, so.adamw(0.1), sf.full_shard("shard"), mesh=mesh)
+        return sf.estimate_memory(interop.functional(module).tree, so.adamw(0.1), sf.full_shard("shard"), mesh=mesh)
 
     (said,) = world(1).run(body)
     elements = 4 * 2**24 + 2 * 2**26
@@ -271,8 +271,8 @@ def test_a_module_without_memory_is_counted() -> None:
 def test_plain_parameters_are_counted_as_they_are() -> None:
     tree = whole()
     tied = {"a": tree["norm"]["scale"], "b": tree["norm"]["scale"]}
-    assert sf.memory(tied).parameters == Bytes(12)
-    said = sf.memory(tree, so.adamw(0.1))
+    assert sf.estimate_memory(tied).parameters == Bytes(12)
+    said = sf.estimate_memory(tree, so.adamw(0.1))
     state = so.adamw(0.1).init(tree)
     assert (said.parameters, said.state) == (taken(tree), taken(state))
     assert said.total.total == said.parameters.total + said.gradients.total + said.state.total
@@ -284,7 +284,7 @@ def test_nothing_is_moved_and_nobody_is_asked(tmp_path: Path) -> None:
         if mesh.get_rank() == 1:
             return 0, 0
         with sf.ledger() as log:
-            sf.memory(whole(), so.adamw(0.1), STRATEGIES["full_shard"].with_tiers(**DISK), mesh=mesh)
+            sf.estimate_memory(whole(), so.adamw(0.1), STRATEGIES["full_shard"].with_tiers(**DISK), mesh=mesh)
         return len(log.records), placing.file_of(mesh, "params").nbytes
 
     assert world(2).run(body, str(tmp_path)) == [(0, 0)] * 2
@@ -293,13 +293,13 @@ def test_nothing_is_moved_and_nobody_is_asked(tmp_path: Path) -> None:
 def test_a_step_afterwards_still_notices_its_arguments_in_each_others_place() -> None:
     tree, optimizer = {"w": torch.ones(3)}, so.adamw(0.1)
     state = optimizer.init(tree)
-    sf.memory(tree, optimizer)
+    sf.estimate_memory(tree, optimizer)
     with pytest.raises(ValueError, match="the parameters came as grads"):
         optimizer.step({"w": torch.zeros(3)}, tree, state)
 
 
 def test_figures_are_a_table() -> None:
-    said = sf.Memory(Bytes(12_000_000), Bytes(host=1_000_000), state=Bytes(disk=24_000_000))
+    said = sf.MemoryEstimate(Bytes(12_000_000), Bytes(host=1_000_000), state=Bytes(disk=24_000_000))
     assert str(said).splitlines() == [
         "MB a rank         device        host        disk",
         "parameters        12.000           -           -",
@@ -307,7 +307,7 @@ def test_figures_are_a_table() -> None:
         "state                  -           -      24.000",
         "total             12.000       1.000      24.000",
     ]
-    assert str(sf.Memory(Bytes(20_000_000_000))).startswith("GB a rank")
+    assert str(sf.MemoryEstimate(Bytes(20_000_000_000))).startswith("GB a rank")
 
 
 # --- what it refuses ---
@@ -328,32 +328,32 @@ def test_what_cannot_be_counted_is_refused() -> None:
         params = sf.shard(tree, mesh, full)
         hungry = so.Optimizer(lambda params: {"x": [float(x.sum()) for x in optree.tree_leaves(params)]}, never)
         calls: dict[str, Callable[[], Any]] = {
-            "what init returned": lambda: sf.memory(tree, so.adamw(0.1).init(tree)),
-            "a class": lambda: sf.memory(tree, torch.optim.AdamW),  # type: ignore[arg-type]
-            "no mesh": lambda: sf.memory(tree, strategy=full),
-            "no strategy": lambda: sf.memory(tree, mesh=mesh),
-            "sharded": lambda: sf.memory(params, strategy=full, mesh=mesh),
-            "a pattern": lambda: sf.memory(tree, strategy=full, mesh=mesh, frozen="v"),
-            "an int": lambda: sf.memory({"w": 3}),
-            "a module": lambda: sf.memory(torch.nn.Linear(2, 2)),
-            "values": lambda: sf.memory(tree, hungry),
-            "later": lambda: sf.memory(tree, so.ema(so.from_torch(torch.optim.RMSprop, lr=0.1), 0.9)),
-            "a maker": lambda: sf.memory({"w": reading}),
+            "what init returned": lambda: sf.estimate_memory(tree, so.adamw(0.1).init(tree)),
+            "a class": lambda: sf.estimate_memory(tree, torch.optim.AdamW),  # type: ignore[arg-type]
+            "no mesh": lambda: sf.estimate_memory(tree, strategy=full),
+            "no strategy": lambda: sf.estimate_memory(tree, mesh=mesh),
+            "sharded": lambda: sf.estimate_memory(params, strategy=full, mesh=mesh),
+            "a pattern": lambda: sf.estimate_memory(tree, strategy=full, mesh=mesh, frozen="v"),
+            "an int": lambda: sf.estimate_memory({"w": 3}),
+            "a module": lambda: sf.estimate_memory(torch.nn.Linear(2, 2)),
+            "values": lambda: sf.estimate_memory(tree, hungry),
+            "later": lambda: sf.estimate_memory(tree, so.ema(so.from_torch(torch.optim.RMSprop, lr=0.1), 0.9)),
+            "a maker": lambda: sf.estimate_memory({"w": reading}),
         }
         return [f"{name}: {told(call)}" for name, call in calls.items()]
 
     (found,) = world(1).run(body)
     wanted = [
-        "what init returned: TypeError: memory takes an optimizer",
-        "a class: TypeError: memory takes an optimizer",
-        "no mesh: ValueError: memory: a strategy, but no mesh",
-        "no strategy: ValueError: memory: a mesh, but no strategy",
-        "sharded: ValueError: memory: the parameters are sharded already",
-        "a pattern: ValueError: memory: nothing matches 'v'; the parameters are w",
-        "an int: TypeError: memory: w is of type int",
-        "a module: TypeError: memory: the tree is a module; its parameters as a tree are interop.functional(module)",
-        "values: ValueError: memory: the optimizer's init cannot run without numbers",
-        "later: ValueError: memory: from_torch's optimizers make their state in the first step",
-        "a maker: ValueError: memory: the maker of w cannot run without numbers",
+        "what init returned: TypeError: estimate_memory takes an optimizer",
+        "a class: TypeError: estimate_memory takes an optimizer",
+        "no mesh: ValueError: estimate_memory: a strategy, but no mesh",
+        "no strategy: ValueError: estimate_memory: a mesh, but no strategy",
+        "sharded: ValueError: estimate_memory: the parameters are sharded already",
+        "a pattern: ValueError: estimate_memory: nothing matches 'v'; the parameters are w",
+        "an int: TypeError: estimate_memory: w is of type int",
+        "a module: TypeError: estimate_memory: the tree is a module; its parameters as a tree are interop.functional(",
+        "values: ValueError: estimate_memory: the optimizer's init cannot run without numbers",
+        "later: ValueError: estimate_memory: from_torch's optimizers make their state in the first step",
+        "a maker: ValueError: estimate_memory: the maker of w cannot run without numbers",
     ]
     assert [one[: len(start)] for one, start in zip(found, wanted, strict=True)] == wanted

@@ -39,8 +39,8 @@ def some(ranks: int) -> list[Case]:
     return list(dict.fromkeys(each + [case for case in EVERY if ranks == 4 and case[0] == "hybrid_shard"]))
 
 
-def planned(cases: list[Case], ranks: int) -> list[sf.Plan]:
-    found: list[sf.Plan] = world(1, "alone").with_deadline(300).run(programs.planned, cases, ranks, 0)[0]
+def planned(cases: list[Case], ranks: int) -> list[sf.StepPlan]:
+    found: list[sf.StepPlan] = world(1, "alone").with_deadline(300).run(programs.planned, cases, ranks, 0)[0]
     return found
 
 
@@ -55,7 +55,7 @@ def measured(cases: list[Case], ranks: int) -> list[tuple[int, int, list[program
         return next(iter([*pool.map(on, range(ranks))]))
 
 
-def alike(case: Case, plan: sf.Plan, sent: list[programs.Sent]) -> bool:
+def alike(case: Case, plan: sf.StepPlan, sent: list[programs.Sent]) -> bool:
     """Whether a plan has the collectives of a run on CPUs."""
     calls = programs.sent_by(plan)
     if case[1] == "few bits":  # what a CPU sends from a thread of its own is of no stage in the ledger
@@ -103,9 +103,9 @@ def test_attention_holds_what_is_planned(way: str) -> None:
     assert (sum(kinds.values()), allocator) == plan_trackers.held_by_all(config, ranks, way)[0]
 
 
-def of_attention() -> tuple[sf.Plan, sf.Plan]:
+def of_attention() -> tuple[sf.StepPlan, sf.StepPlan]:
     """A gradient and a Hessian-vector product of layers of attention."""
-    with sf.planning(ranks=2):
+    with sf.plan_mode(ranks=2):
         mesh = sf.make_mesh(data=2)
         layer = {"w": lambda g: torch.randn(64, 192, generator=g)}
         params = sf.init_sharded([layer] * 3, 0, mesh, sf.full_shard("data"))
@@ -128,7 +128,7 @@ def of_attention() -> tuple[sf.Plan, sf.Plan]:
 
         runs = gradient, lambda params: sf.jvp(gradient, (params,), (params,))
         mapped = [sf.shard_map(run, mesh=mesh, in_specs=..., out_specs=..., check=False) for run in runs]
-        once, twice = (sf.plan(run, params) for run in mapped)
+        once, twice = (sf.plan_step(run, params) for run in mapped)
         return once, twice
 
 
@@ -174,7 +174,7 @@ def test_operations_for_which_cuda_has_kernels_are_not_composed_of_others(tmp_pa
 
 
 @functools.cache
-def of_full_shard() -> dict[str, sf.Plan]:
+def of_full_shard() -> dict[str, sf.StepPlan]:
     """Plans of one strategy on 2 ranks, by variant."""
     variants = ["plain", "remat"]
     return dict(zip(variants, planned([("full_shard", variant) for variant in variants], 2), strict=True))
@@ -223,7 +223,7 @@ def test_differences() -> None:
 def test_a_plan_is_saved_and_read_back(tmp_path: Path) -> None:
     plan = of_full_shard()["plain"]
     plan.save(tmp_path / "plan.json")
-    assert sf.Plan.load(tmp_path / "plan.json") == plan
+    assert sf.StepPlan.load(tmp_path / "plan.json") == plan
     text = (tmp_path / "plan.json").read_text()
     for other, told in (
         (text.replace('"version": 1', '"version": 0'), "version 0"),
@@ -232,7 +232,7 @@ def test_a_plan_is_saved_and_read_back(tmp_path: Path) -> None:
     ):
         (tmp_path / "other.json").write_text(other)
         with pytest.raises(ValueError, match=told):
-            sf.Plan.load(tmp_path / "other.json")
+            sf.StepPlan.load(tmp_path / "other.json")
 
 
 def test_a_ledger_is_checked_against_a_plan() -> None:
@@ -251,11 +251,11 @@ def _record(work: Any) -> sf.Record:
 
 
 def many_ranks(ranks: int) -> tuple[int, int, Held]:
-    with sf.planning(ranks) as device:
+    with sf.plan_mode(ranks) as device:
         mesh = sf.make_mesh(replica=ranks // 8, shard=8)
         params = sf.init_sharded(programs.makers(), 0, mesh, sf.hybrid_shard(shard="shard", replica="replica"))
         assert params["embed"].values.device.type == device.name
-        plan = sf.plan(sf.value_and_grad(programs.whole_loss), params, torch.zeros(2, 8, dtype=torch.int64))
+        plan = sf.plan_step(sf.value_and_grad(programs.whole_loss), params, torch.zeros(2, 8, dtype=torch.int64))
         [gather] = plan.select(kind="all_gather", stage="embed", phase="forward")
         return plan.parameters, gather.nodes, plan.peak
 
@@ -269,15 +269,15 @@ def test_any_number_of_ranks() -> None:
 
 
 def test_plans_need_a_place() -> None:
-    with pytest.raises(RuntimeError, match=r"inside `with shardfn\.planning"):
-        sf.plan(lambda: None)
+    with pytest.raises(RuntimeError, match=r"inside `with shardfn\.plan_mode"):
+        sf.plan_step(lambda: None)
     with pytest.raises(WorldError, match="rank 0 of 2 already, on gloo"):
-        world(2, "processes").run(lambda: sf.planning(4).__enter__())
+        world(2, "processes").run(lambda: sf.plan_mode(4).__enter__())
 
 
 def offloaded(blocks: int) -> int:
     """The most bytes of activations in a step whose blocks offload them."""
-    with sf.planning(ranks=1):
+    with sf.plan_mode(ranks=1):
         whole = [{"w": torch.empty(64, 64)} for _ in range(blocks)]
         params = sf.shard(whole, sf.make_mesh(shard=1), sf.full_shard("shard"))
         stage = sf.stage(lambda p, x: torch.tanh(x @ p["w"]).square(), remat=sf.offload(above=0))
@@ -287,7 +287,7 @@ def offloaded(blocks: int) -> int:
                 x = stage(p, x)
             return x.sum()
 
-        plan = sf.plan(sf.grad(loss), params, torch.zeros(64, 64))
+        plan = sf.plan_step(sf.grad(loss), params, torch.zeros(64, 64))
         return max(entry.kinds.get("activations", 0) for entry in plan.held)
 
 
@@ -300,7 +300,7 @@ def on_the_host() -> tuple[dict[str, int], int]:
     """The planned bytes on the host, and how much larger the process is for them."""
     wide = 2**13
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with sf.planning(ranks=4):
+    with sf.plan_mode(ranks=4):
         mesh = sf.make_mesh(shard=4)
         place = sf.full_shard("shard").with_tiers(params="host", state="host")
         maker = functools.partial(torch.randn, wide, wide)
@@ -316,7 +316,7 @@ def on_the_host() -> tuple[dict[str, int], int]:
         def step(params: Any, state: Any) -> Any:
             return opt.step(params, sf.grad(loss)(params), state)
 
-        plan = sf.plan(step, params, opt.init(params))
+        plan = sf.plan_step(step, params, opt.init(params))
     return plan.host, 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
@@ -327,7 +327,7 @@ def test_what_is_on_the_host_is_planned_without_memory() -> None:
     assert grown < 2**28
 
 
-def with_numbers() -> tuple[sf.Plan, sf.Plan]:
+def with_numbers() -> tuple[sf.StepPlan, sf.StepPlan]:
     def reads(x: torch.Tensor) -> torch.Tensor:
         if x.sum() > 0:
             x = x[x > 0]
@@ -338,10 +338,10 @@ def with_numbers() -> tuple[sf.Plan, sf.Plan]:
             y: torch.Tensor = sf.stage(lambda p, x: x @ p["w"])(params, x)
             return y.square().mean()
 
-    with sf.planning(2):
+    with sf.plan_mode(2):
         mesh = sf.make_mesh(shard=2)
         params = sf.shard({"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}, mesh, sf.full_shard("shard"))
-        return sf.plan(reads, torch.as_tensor([1.0, 2.0])), sf.plan(loss, params, torch.ones(2, 2))
+        return sf.plan_step(reads, torch.as_tensor([1.0, 2.0])), sf.plan_step(loss, params, torch.ones(2, 2))
 
 
 def test_numbers_that_a_step_reads_are_named() -> None:
@@ -355,7 +355,7 @@ def test_numbers_that_a_step_reads_are_named() -> None:
 
 def second_derivatives() -> tuple[int, int]:
     """The bytes sent in collectives outside of `shard_map`, in a plan; and how many there are."""
-    with sf.planning(2):
+    with sf.plan_mode(2):
         mesh = sf.make_mesh(shard=2)
         params = sf.init_sharded(programs.makers()["head"], 0, mesh, sf.full_shard("shard"))
 
@@ -366,7 +366,7 @@ def second_derivatives() -> tuple[int, int]:
         def curved(params: Any) -> Any:
             return torch.func.jvp(sf.grad(square), (params,), (params,))[1]
 
-        plan = sf.plan(curved, params)
+        plan = sf.plan_step(curved, params)
         return plan.sent(), len(plan.collectives)
 
 
@@ -378,17 +378,17 @@ def test_collectives_along_axes_without_a_name_are_counted() -> None:
 
 def on_disk() -> tuple[dict[str, int], dict[str, int]]:
     wide = 2**12
-    with sf.planning(2):
+    with sf.plan_mode(2):
         mesh = sf.make_mesh(shard=2)
         place = sf.full_shard("shard").with_tiers(params="disk", state="disk")
         params = sf.init_sharded({"w": lambda g: torch.randn(wide, wide, generator=g)}, 0, mesh, place)
-        said = sf.memory(params, so.adamw(1e-3))
+        said = sf.estimate_memory(params, so.adamw(1e-3))
 
         def step(params: Any, state: Any) -> Any:
             loss = sf.stage(lambda p: (torch.ones(1, wide) @ p["w"]).sum())
             return so.adamw(1e-3).step(params, sf.grad(loss)(params), state)
 
-        plan = sf.plan(step, params, so.adamw(1e-3).init(params))
+        plan = sf.plan_step(step, params, so.adamw(1e-3).init(params))
         return plan.disk, {"parameters": said.parameters.disk, "optimizer": said.state.disk}
 
 
@@ -416,7 +416,7 @@ def made_again() -> list[str]:
             found += [torch.ones(7, device=device).dtype, (torch.ones(3, dtype=torch.int64, device=device) / 2).dtype]
         return found
 
-    with sf.planning(1) as device:
+    with sf.plan_mode(1) as device:
         planned, plain = tried(device.name), tried("cpu")
     return [f"{i}: {a}, {b}" for i, (a, b) in enumerate(zip(planned, plain, strict=True)) if a != b]
 
@@ -433,8 +433,8 @@ def counted() -> tuple[int, int]:
 
     with FlopCounterMode(display=False) as counter:
         step(torch.ones(2, 4, 9, 9), torch.ones(4, 4, 3, 3))
-    with sf.planning(1):
-        plan = sf.plan(step, torch.ones(2, 4, 9, 9), torch.ones(4, 4, 3, 3))
+    with sf.plan_mode(1):
+        plan = sf.plan_step(step, torch.ones(2, 4, 9, 9), torch.ones(4, 4, 3, 3))
     return plan.flops(), counter.get_total_flops()
 
 
@@ -452,7 +452,7 @@ def often() -> tuple[int, str]:
     for _ in range(4):
         programs.planned([("full_shard", "plain")], 2, 0)
     left = sum(type(x) is PlanRecorder for x in gc.get_objects())
-    with sf.planning(1):
+    with sf.plan_mode(1):
         for _ in range(50):
             x = torch.tensor(1.0)  # which reads nothing
         try:
@@ -471,7 +471,7 @@ def test_blocks_leave_nothing_and_only_loops_that_read_numbers_are_endless() -> 
 
 def built(how: str) -> tuple[Any, Any]:
     """The memory at the peak, and that of the host, of a step of a module that was built in this way."""
-    with sf.planning(64) as device:
+    with sf.plan_mode(64) as device:
         mesh = sf.make_mesh(shard=64)
         contexts: dict[str, Any] = {
             "as it is": contextlib.nullcontext(),
@@ -487,7 +487,7 @@ def built(how: str) -> tuple[Any, Any]:
         def step(params: Any, x: torch.Tensor) -> Any:
             return sf.grad(lambda p: sf.pmean(model(p, x).square().mean(), "shard"))(params)
 
-        plan = sf.plan(step, params, x)
+        plan = sf.plan_step(step, params, x)
         return plan.peak.total, sum(plan.host.values())
 
 
@@ -515,8 +515,8 @@ def decides() -> str:
             raise ValueError("too large")
         return x
 
-    with sf.planning(1), pytest.raises(ValueError, match="too large") as caught:
-        sf.plan(step, torch.zeros(3))
+    with sf.plan_mode(1), pytest.raises(ValueError, match="too large") as caught:
+        sf.plan_step(step, torch.zeros(3))
     return caught.value.__notes__[0]
 
 
@@ -540,8 +540,8 @@ def closed() -> set[str]:
 
         optimizer.step(closure)
 
-    with sf.planning(1):
-        return {work.phase for work in sf.plan(step, torch.zeros(3)).works}
+    with sf.plan_mode(1):
+        return {work.phase for work in sf.plan_step(step, torch.zeros(3)).works}
 
 
 def test_a_gradient_that_an_optimizer_calls_is_a_backward_pass() -> None:
@@ -572,8 +572,8 @@ TRAFFIC: dict[str, tuple[Any, int]] = {  # what runs, and how many numbers it re
 
 
 def traffic(name: str) -> int:
-    with sf.planning(1):
-        plan = sf.plan(TRAFFIC[name][0], torch.zeros(N), torch.zeros(N), torch.zeros(8, N))
+    with sf.plan_mode(1):
+        plan = sf.plan_step(TRAFFIC[name][0], torch.zeros(N), torch.zeros(N), torch.zeros(8, N))
         return sum(work.moved for work in plan.works) // 4
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shardfn.plans.plan import Plan
+from shardfn.plans.plan import StepPlan
 from shardfn.shapes.extrapolating import extrapolated, figures
 from shardfn.shapes.searching import search, ways
 from shardfn.shapes.settings import Setting, planned
@@ -138,7 +138,7 @@ def test_a_known_model_is_planned_with_its_views(tmp_path: Path) -> None:
     assert "124,439,808 parameters on all ranks" in out
     assert "tokens/s a rank" in out
     assert "it fits: " in out
-    assert Plan.load(tmp_path / "p.json").mesh == {"replica": 2, "shard": 8}
+    assert StepPlan.load(tmp_path / "p.json").mesh == {"replica": 2, "shard": 8}
     assert "<svg" in (tmp_path / "p.svg").read_text()
     assert json.loads((tmp_path / "t.json").read_text())
     out = ran("--model", "gpt-124m", "--mesh", "shard=8", "--sequence", "128", "--fit", "1GiB", cwd=tmp_path, status=1)
@@ -159,7 +159,7 @@ def test_a_step_of_ones_own_is_planned(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN)
     out = ran("mine:planned", "--mesh", "shard=4", "--json", "plan.json", "--schedule", cwd=tmp_path)
     assert "4,096 parameters on all ranks" in out
-    plan = Plan.load(tmp_path / "plan.json")
+    plan = StepPlan.load(tmp_path / "plan.json")
     assert plan.count(kind="all_gather") >= 1
     cells = [line.split() for line in out.splitlines()]
     assert [[*row[:1], row[6]] for row in cells[: len(plan.works) + 3] if row[:1] and row[0].isdigit()] == [
@@ -229,7 +229,7 @@ def test_adapters_and_a_quantized_base_of_a_configuration(tmp_path: Path) -> Non
     plans = {}
     for options in ((), ("--lora", "4"), ("--lora", "4", "--base", "int8"), ("--lora", "4", "--base", "nf4")):
         ran(*common, *options, cwd=tmp_path)
-        plans[options] = Plan.load(tmp_path / "plan.json")
+        plans[options] = StepPlan.load(tmp_path / "plan.json")
     full, adapters, eight, four = plans.values()
     params = [plan.peak.kinds["parameters"] for plan in (full, adapters, eight, four)]
     assert params[3] < params[2] < params[0] < params[1]  # adapters come on top

@@ -107,11 +107,11 @@ def test_a_gather_arrives_before_its_stage_computes(measured: Any) -> None:
         assert arrived <= computed[0]
 
 
-def planned(remat: bool) -> sf.Plan:
-    with sf.planning(ranks=4):
+def planned(remat: bool) -> sf.StepPlan:
+    with sf.plan_mode(ranks=4):
         step, *args = program(remat)
         step(*args)
-        return sf.plan(step, *args)
+        return sf.plan_step(step, *args)
 
 
 def test_a_profile_is_what_was_planned(measured: Any) -> None:
@@ -130,7 +130,7 @@ def test_a_profile_is_what_was_planned(measured: Any) -> None:
             total[work.stage, work.phase] += sum(work.flops.values())
         return +total
 
-    def most(one: sf.Plan, kind: str) -> int:
+    def most(one: sf.StepPlan, kind: str) -> int:
         return max(held.kinds.get(kind, 0) for held in one.held)
 
     assert sent(profile.works) == sent(plan.works)
@@ -173,12 +173,12 @@ def test_a_profile_in_a_profile_is_an_error() -> None:
 
 
 def refused_where_planned() -> str:
-    with sf.planning(ranks=4):
+    with sf.plan_mode(ranks=4):
         return refused(lambda: sf.profile_step(torch.ones, 3), RuntimeError)
 
 
 def test_nothing_runs_where_steps_are_planned() -> None:
-    assert "use plan(step, ...) there" in world(1, "alone").run(refused_where_planned)[0]
+    assert "use plan_step(step, ...) there" in world(1, "alone").run(refused_where_planned)[0]
 
 
 class Event:

@@ -13,12 +13,12 @@ import matplotlib.image
 import pytest
 
 from shardfn.plans import printed
-from shardfn.plans.plan import Plan
+from shardfn.plans.plan import StepPlan
 from shardfn.plans.schedule import Allocation, Held, Work
 from tests.plans.plans import At, stack, taking
 from tests.refusals import refused
 
-NOTHING = Plan("step", {}, 0, (), (), {}, {}, Held(0, {}), (), 0)
+NOTHING = StepPlan("step", {}, 0, (), (), {}, {}, Held(0, {}), (), 0)
 
 
 # --- the table ---

@@ -18,7 +18,9 @@ from tests.refusals import told
 
 Call = Callable[[], Any]
 WORKS = (Work("compute", flops={"float32": 10}), Work("all_gather", axis=("shard",), ranks=2, sent=8))
-PLAN = sf.Plan("step", {"shard": 2}, 0, WORKS, (Held(0, {"parameters": 8}),), {}, {}, Held(0, {"parameters": 8}), (), 2)
+PLAN = sf.StepPlan(
+    "step", {"shard": 2}, 0, WORKS, (Held(0, {"parameters": 8}),), {}, {}, Held(0, {"parameters": 8}), (), 2
+)
 CHIP = sf.Chip("own", "here", {"float32": 1e12}, 1e12, 2**30)
 ANY: Any = None
 
@@ -38,14 +40,14 @@ def halved(x: torch.Tensor) -> torch.Tensor:
 def blocks() -> dict[str, str]:
     def block(*args: Any, **kwargs: Any) -> Call:
         def opened() -> None:
-            with sf.planning(*args, **kwargs):
+            with sf.plan_mode(*args, **kwargs):
                 pass
 
         return opened
 
     def inside(act: Call) -> Call:
         def run() -> Any:
-            with sf.planning(2):
+            with sf.plan_mode(2):
                 return act()
 
         return run
@@ -61,29 +63,29 @@ def blocks() -> dict[str, str]:
         "a node of text": block(4, per_node="8"),
         "a mesh of other ranks": inside(lambda: sf.make_mesh(shard=3)),
         "a mesh of this machine": inside(lambda: sf.make_mesh(shard=2, device="cpu")),
-        "no step": inside(lambda: sf.plan(ANY)),
-        "what a step returned": inside(lambda: sf.plan((1, 2), 3)),  # type: ignore[arg-type]
-        "a mesh of text": inside(lambda: sf.plan(lambda: None, mesh="shard=2")),  # type: ignore[arg-type]
-        "numbers of the host": inside(lambda: sf.plan(lambda x: x @ torch.ones(3, 3), host)),
-        "a loop by numbers": inside(lambda: sf.plan(halved, torch.ones(3))),
-        "sizes by numbers": inside(lambda: sf.plan(torch.unique, torch.ones(3))),
+        "no step": inside(lambda: sf.plan_step(ANY)),
+        "what a step returned": inside(lambda: sf.plan_step((1, 2), 3)),  # type: ignore[arg-type]
+        "a mesh of text": inside(lambda: sf.plan_step(lambda: None, mesh="shard=2")),  # type: ignore[arg-type]
+        "numbers of the host": inside(lambda: sf.plan_step(lambda x: x @ torch.ones(3, 3), host)),
+        "a loop by numbers": inside(lambda: sf.plan_step(halved, torch.ones(3))),
+        "sizes by numbers": inside(lambda: sf.plan_step(torch.unique, torch.ones(3))),
     })  # fmt: skip
 
 
 def test_blocks_and_steps() -> None:
     [found] = world(1, "alone").run(blocks)
     wanted = {
-        "no ranks": "ValueError: planning: ranks must be at least 1, got 0",
-        "a text": "TypeError: planning: ranks must be an integer, got '8'",
-        "half a rank": "TypeError: planning: ranks must be an integer, got 8.5",
-        "no such rank": "ValueError: planning: rank=4 of ranks=4",
-        "a rank before the first": "ValueError: planning: rank must be at least 0, got -1",
-        "an empty node": "ValueError: planning: per_node must be at least 1, got 0",
-        "a node of text": "TypeError: planning: per_node must be an integer, got '8'",
+        "no ranks": "ValueError: plan_mode: ranks must be at least 1, got 0",
+        "a text": "TypeError: plan_mode: ranks must be an integer, got '8'",
+        "half a rank": "TypeError: plan_mode: ranks must be an integer, got 8.5",
+        "no such rank": "ValueError: plan_mode: rank=4 of ranks=4",
+        "a rank before the first": "ValueError: plan_mode: rank must be at least 0, got -1",
+        "an empty node": "ValueError: plan_mode: per_node must be at least 1, got 0",
+        "a node of text": "TypeError: plan_mode: per_node must be an integer, got '8'",
         "a mesh of other ranks": "ValueError: make_mesh(shard=3) needs 3 ranks, but the world has 2: plan with",
         "a mesh of this machine": "ValueError: make_mesh: device='cpu', while this process plans for 'sim'",
-        "no step": "TypeError: plan: the step is of type NoneType",
-        "what a step returned": "TypeError: plan: the step is of type tuple, not a function: pass it without calling",
+        "no step": "TypeError: plan_step: the step is of type NoneType",
+        "what a step returned": "TypeError: plan_step: the step is of type tuple, not a function: pass it without call",
         "a mesh of text": "TypeError: the mesh is of type str",
         "numbers of the host": "RuntimeError: aten::mm at test_wrong_inputs.py:",
         "a loop by numbers": "NotImplementedError: item at test_wrong_inputs.py:",
@@ -173,11 +175,11 @@ def test_calls(name: str) -> None:
 def test_what_a_file_of_a_plan_lacks_is_told(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     PLAN.save(path)
-    assert sf.Plan.load(path) == PLAN
+    assert sf.StepPlan.load(path) == PLAN
     whole = json.loads(path.read_text())
     for name, value in {
         "works": 5, "held": None, "peak": {"at": 0, "kinds": 5}, "mesh": [1], "disk": {"parameters": "x"}
     }.items():  # fmt: skip
         path.write_text(json.dumps(whole | {name: value}))
         with pytest.raises(ValueError, match=r"plan\.json' is damaged: .*; save it again"):
-            sf.Plan.load(path)
+            sf.StepPlan.load(path)

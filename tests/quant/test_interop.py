@@ -39,7 +39,7 @@ def loaded(folder: Path, double: bool) -> dict[str, float]:
     want = quant.quantize(whole.tree, format, NAMES)
     tokens = torch.arange(12).view(2, 6)
     for source in (None, 0):
-        params = interop.load(folder, model, mesh, sf.full_shard("shard"), source=source)
+        params = interop.load(folder, model, mesh, sf.full_shard("shard"), src_rank=source)
         got = sf.unshard(params)
         found[f"bytes, {source}"] = distance(got, want)
         logits = model(params, input_ids=tokens).logits
@@ -70,11 +70,11 @@ def there_and_back(folder: Path) -> dict[str, Any]:
         interop.save_pretrained(here / "decoded", model, params, dtype=torch.float32)
         interop.save_pretrained(here / "whole", model, want)
         for source in (None, 0):
-            got = interop.load(here, model, mesh, strategy, source=source, as_stored=True)
+            got = interop.load(here, model, mesh, strategy, src_rank=source, keep_quantized=True)
             found[f"{case}, as stored, {source}"] = distance(sf.unshard(got), want)
-            got = interop.load(here, model, mesh, strategy, source=source)
+            got = interop.load(here, model, mesh, strategy, src_rank=source)
             found[f"{case}, decoded, {source}"] = distance(sf.unshard(got), decoded)
-        got = interop.load(here / "decoded", model, mesh, strategy, as_stored=True)
+        got = interop.load(here / "decoded", model, mesh, strategy, keep_quantized=True)
         found[f"{case}, written decoded"] = distance(sf.unshard(got), decoded)
         model.tree = want
         got = interop.load(here / "whole", model, mesh, strategy)
@@ -134,7 +134,7 @@ def made_of_several(folder: Path) -> dict[str, Any]:
     whole, inner = optree.tree_map(torch.clone, model.tree), r".*\.experts\..*"
     got = sf.unshard(interop.load(folder, model, mesh, strategy))
     off = distance(got, whole)
-    as_stored = refused(interop.load, folder, model, mesh, strategy, as_stored=True)
+    as_stored = refused(interop.load, folder, model, mesh, strategy, keep_quantized=True)
     model.tree = quant.quantize(whole, quant.nf4(32), inner)
     twice = refused(interop.load, folder, model, mesh, strategy)
     (folder / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
@@ -173,7 +173,7 @@ def transposed() -> None:
     mesh = mesh_of(shard=-1)
     got = model.state_dict(interop.load(stored, model, mesh, sf.full_shard("shard")))
     assert {name: torch.equal(got[name], x) for name, x in want.items()} == dict.fromkeys(want, True)
-    said = refused(interop.load, stored, model, mesh, sf.full_shard("shard"), as_stored=True)
+    said = refused(interop.load, stored, model, mesh, sf.full_shard("shard"), keep_quantized=True)
     assert "c_attn.weight" in said
     assert "one that is transposed" in said
     model.tree = quant.quantize(model.tree, quant.nf4(32), linear)
@@ -196,7 +196,7 @@ def with_transformers(folder: Path) -> dict[str, float]:
     with interop.meta():
         shell = type(module)(module.config).float()
     model = interop.functional(shell)
-    params = interop.load(folder / "theirs", model, mesh, sf.full_shard("shard"), as_stored=True)
+    params = interop.load(folder / "theirs", model, mesh, sf.full_shard("shard"), keep_quantized=True)
     interop.save_pretrained(folder / "ours", model, params)
     want = quant.dequantize(sf.unshard(params))
     for case in ("theirs", "ours"):
@@ -259,7 +259,7 @@ def other_formats_on_ranks() -> dict[str, str]:
     model.tree = quant.quantize(model.tree, quant.fp4() if dist.get_rank() else quant.nf4())
     for source in (None, 0):
         with pytest.raises(Exception, match="in few bits") as caught:
-            interop.load(stored, model, mesh, sf.full_shard("shard"), source=source)
+            interop.load(stored, model, mesh, sf.full_shard("shard"), src_rank=source)
         found[f"{source}"] = str(caught.value)
     return found
 

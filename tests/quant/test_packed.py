@@ -103,7 +103,7 @@ def trained(strategy: str) -> dict[Any, float]:
             few, rest = sf.partition(params, r"blocks\.\d+\.[ab]")
             for engine in ENGINES:
                 ours = functools.partial(lambda step, rest, x, few: step(sf.combine(few, rest), x), step, rest, mine)
-                value, grads = engine(ours, sf.pruned(few))
+                value, grads = engine(ours, sf.flatten_by_path(few))
                 off = distance([value, gathered(grads)], [*want])
                 found[str(format), engine.__name__, *options] = off
             value, grads = sf.value_and_grad(step)(params, mine)
@@ -134,7 +134,7 @@ def kept(folder: str) -> dict[str, float]:
         "all": {"remat": lambda *_, **__: CheckpointPolicy.MUST_SAVE},
     }.items():
         loss = loss_of(sf.stage(block, **options), sf.stage(head, **options))
-        grads = sf.grad(lambda few, loss=loss: loss(sf.combine(few, rest), mine))(sf.pruned(few))
+        grads = sf.grad(lambda few, loss=loss: loss(sf.combine(few, rest), mine))(sf.flatten_by_path(few))
         found[name] = distance(gathered(grads), want)
     return found
 
@@ -151,7 +151,7 @@ def transformed() -> dict[str, float]:
     x, _ = rows(mesh)
     params = sf.shard(packed, mesh, sf.full_shard("shard"))
     chosen, rest = sf.partition(params, r"blocks\.\d+\.[ab]")
-    few = sf.pruned(chosen)
+    few = sf.flatten_by_path(chosen)
     plain = loss_of(block, head)
     staged = loss_of(sf.stage(block), sf.stage(head))
     n, found = mesh.size(), {}
@@ -243,7 +243,7 @@ def taken(**options: Any) -> tuple[list[int], int]:
     loss, mine = loss_of(sf.stage(block, **options), sf.stage(head, **options)), rows(mesh)[1]
     for _ in range(3):
         with sf.ledger() as log:
-            sf.grad(lambda few: loss(sf.combine(few, rest), mine))(sf.pruned(few))
+            sf.grad(lambda few: loss(sf.combine(few, rest), mine))(sf.flatten_by_path(few))
         found.append(log.gathered)
     of_one = max(sum(flat.layout.padded * flat.layout.dtype.itemsize for flat in p.values()) for p in params["blocks"])
     return found, 2 * (of_one + 2 * 512) + 2 * WIDTH * WIDTH * 8
@@ -264,7 +264,7 @@ WHOLE = {"w": torch.linspace(-1, 1, 2048, dtype=torch.float64).view(32, 64), "n"
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a name": (lambda: quant.quantize(WHOLE, "nf4"), TypeError, "format must be a format, such as .*, got 'nf4'"),  # type: ignore[arg-type]
     "a function": (lambda: quant.quantize(WHOLE, quant.nf4), TypeError, "got the function nf4: call it"),  # type: ignore[arg-type]
-    "a stage's": (lambda: sf.stage(block, gather=quant.nf4), TypeError, "or None, got the function nf4: call it"),  # type: ignore[call-overload]
+    "a stage's": (lambda: sf.stage(block, gather_format=quant.nf4), TypeError, "got the function nf4: call it"),  # type: ignore[call-overload]
     "no names": (lambda: quant.quantize(WHOLE, quant.nf4(), []), ValueError, "an empty list chooses none"),
     "none": (lambda: quant.quantize(WHOLE, quant.nf4(), lambda *_: False), ValueError, "<lambda> chooses none"),
     "whole numbers": (lambda: quant.dequantize(WHOLE, torch.int8), TypeError, "dtype must be a floating"),
@@ -341,13 +341,13 @@ def stored(folder: str) -> list[Any]:
                 sf.checkpoint.load(path, like)
             assert f"m.w is nf4(64) of [8, 32] there, {format} of {list(x.shape)} in the tree" in str(error.value)
     for params in (packed, sf.shard(packed, mesh, sf.full_shard("shard"))):
-        sf.checkpoint.export(f"{folder}/out", params, dtype=torch.float64, names=[("m.w", "w.t", "T")])
+        sf.checkpoint.export_hf(f"{folder}/out", params, dtype=torch.float64, names=[("m.w", "w.t", "T")])
         there = load_file(f"{folder}/out/model.safetensors")
         assert sorted(there) == ["m.b", "w.t"]
         assert torch.equal(there["w.t"].mT, packed["m"]["w"].decoded(torch.float64))
         torch.distributed.barrier()
         with pytest.raises(sf.checkpoint.CheckpointError, match=r"m\.w is quantized, such as by nf4.* Pass dtype="):
-            sf.checkpoint.export(f"{folder}/out", params)
+            sf.checkpoint.export_hf(f"{folder}/out", params)
     return [torch.equal(one["m"]["w"].decoded(), packed["m"]["w"].decoded()) for one in found]
 
 

@@ -54,7 +54,7 @@ def travelled(flats: Any, format: quant.Format | None) -> Any:
     """The whole parameters as they arrive."""
 
     def one(flat: FlatShard) -> FlatShard:
-        chosen = format or flat.layout.placement.gather
+        chosen = format or flat.layout.placement.gather_format
         moves = chosen is not None and flat.layout.size > 1
         return FlatShard(rounded(flat.values, chosen) if moves and chosen else flat.values, flat.layout)
 
@@ -63,7 +63,7 @@ def travelled(flats: Any, format: quant.Format | None) -> Any:
 
 def by_accumulating(loss: Any, flat: Any) -> Any:
     """All is put off until the end, where sums that ranks have made of their own leave."""
-    return sf.accumulate(lambda p, half: loss(p) * half, [0.5, 0.5], defer="everything")(flat)
+    return sf.accumulate(lambda p, half: loss(p) * half, [0.5, 0.5], defer="all")(flat)
 
 
 LEFT_BY = {"shard": ("replica",)}  # what is still to be scattered over when that is
@@ -102,7 +102,7 @@ def summed(
 
 def reduced(gradient: Any, flat: FlatShard, placement: sf.Placement, format: quant.Format | None) -> Tensor:
     """This rank's piece of the sum of all ranks' gradients of a stage."""
-    layout, chosen = flat.layout, format or placement.reduce
+    layout, chosen = flat.layout, format or placement.reduce_format
     buffer = torch.zeros(layout.padded, dtype=torch.float64)
     for view, entry in zip(layout.views(buffer), layout.entries, strict=True):
         view.copy_(optree.tree_leaves(gradient)[entry.leaves[0]])
@@ -137,7 +137,7 @@ def stepped(
     mesh: Any, strategy: str, params: Any, gather: quant.Format | None, reduce: quant.Format | None
 ) -> dict[str, float]:
     mine = rows().chunk(mesh.size())[mesh.get_rank()]
-    loss = loss_of(sf.stage(block, gather=gather, reduce=reduce))
+    loss = loss_of(sf.stage(block, gather_format=gather, reduce_format=reduce))
     whole = travelled(params, gather)
     local = torch.func.grad(loss_of(block))(whole, mine)
     found = {}
@@ -147,9 +147,10 @@ def stepped(
         found[engine.__name__] = distance(value, loss_of(block)(whole, mine))
         for own, flat, got in zip(local["blocks"], params["blocks"], grads["blocks"], strict=True):
             placement = OWN[strategy]
-            kinds = (None, None) if engine is by_torch_func else (reduce, placement.reduce)  # that sums unrounded
+            unrounded = engine is by_torch_func
+            kinds = (None, None) if unrounded else (reduce, placement.reduce_format)
             if not divides:
-                placement = sf.Placement(placement.axes, placement.replicas, reduce=kinds[1])
+                placement = sf.Placement(placement.axes, placement.replicas, reduce_format=kinds[1])
             want = reduced(own, flat, placement, kinds[0])
             found[engine.__name__] = worst([found[engine.__name__], (got.values - want).abs().max().item()])
     tangent = torch.func.jvp(lambda p: loss(p, mine), (params,), (optree.tree_map(torch.ones_like, params),))[1]
@@ -169,7 +170,7 @@ def mixed() -> list[str]:
     """What is said where ranks do not mean the same bytes: when they first meet, and when both are known to all."""
     mesh, said = mesh_of(replica=2, shard=2), []
     params = sf.shard({"mixed": torch.ones(64)}, mesh, sf.hfsdp(shard="shard", replica="replica"))
-    stages = [sf.stage(torch.sum, reduce=format) for format in (quant.int8(64), quant.fp8_e4m3(32))]
+    stages = [sf.stage(torch.sum, reduce_format=format) for format in (quant.int8(64), quant.fp8_e4m3(32))]
     calls = [(stages[mesh.get_rank() % 2], (ValueError, RuntimeError)), *((f, ()) for f in stages)]
     for f, errors in (*calls, calls[0]):
         try:
@@ -182,6 +183,6 @@ def mixed() -> list[str]:
 @pytest.mark.world(4, "processes")
 def test_ranks_that_mean_other_bytes_are_told(world: World) -> None:
     for first, then in world.run(mixed):
-        assert "reduce=int8(64)" in first
-        assert "reduce=fp8_e4m3(32)" in first
+        assert "reduce_format=int8(64)" in first
+        assert "reduce_format=fp8_e4m3(32)" in first
         assert "in different formats" in then

@@ -70,7 +70,7 @@ def whole(parts: list[Any]) -> list[Any]:
     return [list(itertools.chain(*leaves)) for leaves in zip(*parts, strict=True)]
 
 
-SAMPLES: dict[str, Any] = {"batch": 32, "rate": 0.2}
+SAMPLES: dict[str, Any] = {"batch": 32, "sample_rate": 0.2}
 
 
 @pytest.mark.parametrize("name", sources())
@@ -95,7 +95,7 @@ def test_workers_read_what_one_process_reads(name: str, workers: int) -> None:
 
 def resumed(name: str, last: Any, prefetch: int) -> None:
     mesh = sf.make_mesh(data=-1, device="cpu")
-    more: Any = {"epochs": 2, "last": last, "prefetch": prefetch}
+    more: Any = {"epochs": 2, "remainder": last, "prefetch": prefetch}
     batches = sf.run.batches(sources()[name], mesh, "data", 12, 7, **more)
     every = [flat(one) for one in batches]
     assert len(every) == len(batches) == {"drop": 6, "pad": 8, "wrap": 7}[last]
@@ -117,7 +117,7 @@ def masks() -> Any:
     mesh = sf.make_mesh(data=-1, device="cpu")
     found = []
     for source in (torch.arange(10), {"x": torch.arange(10)}, (torch.arange(10), torch.arange(10))):
-        batches = list(sf.run.batches(source, mesh, "data", 4, 0, last="pad", epochs=1))
+        batches = list(sf.run.batches(source, mesh, "data", 4, 0, remainder="pad", epochs=1))
         assert {len(x) for batch in batches for x in flat(batch)} == {2}
         found.append([flat(batch) for batch in batches])
     return found
@@ -156,7 +156,7 @@ def identities() -> list[Any]:
     other[0] = 1
     same = [of(), of(x.clone()), of(prefetch=0), of(start=3), of(epochs=2)]
     others = [
-        of(x[:63]), of(other), of(x.double()), of(batch=4), of(seed=1), of(shuffle=False), of(last="pad"),
+        of(x[:63]), of(other), of(x.double()), of(batch=4), of(seed=1), of(shuffle=False), of(remainder="pad"),
         of(list(range(64))), of(list(range(1, 65))), of((x,)),
     ]  # fmt: skip
     assert all(type(value) in (int, str) for value in of().values())

@@ -27,7 +27,7 @@ def rows(loader: Any, axes: Any = "data", **sizes: int) -> str | list[Any]:
     """The first leaf of each batch, or what is wrong."""
     mesh = sf.make_mesh(device="cpu", **(sizes or {"data": -1}))
     found: list[Any] = []
-    wrong = told(lambda: found.extend(one[0].tolist() for one in sf.run.checked(loader(mesh), mesh, axes)))
+    wrong = told(lambda: found.extend(one[0].tolist() for one in sf.run.check_loader(loader(mesh), mesh, axes)))
     return found if wrong == "it was done" else wrong
 
 
@@ -112,7 +112,7 @@ def test_different_numbers_and_shapes_of_batches_are_errors_on_every_rank(world:
 @pytest.mark.world(2)
 def test_a_loader_that_fails_fails_everywhere_at_its_step(world: World) -> None:
     first, second = world.run(rows, failing)
-    assert "RuntimeError: sf.run.checked: rank 1 could not read its batch of step 3" in first
+    assert "RuntimeError: sf.run.check_loader: rank 1 could not read its batch of step 3" in first
     assert "OSError: the disk is gone" in first
     assert second == "OSError: the disk is gone"
 
@@ -126,7 +126,7 @@ def once(kind: str) -> tuple[list[int], str]:
         "iterator of a loader": lambda: iter(DataLoader(list(numbers), batch_size=1)),  # type: ignore[arg-type]
         "class": lambda: Again(numbers),
     }
-    checked = sf.run.checked(makes[kind](), mesh, "data")
+    checked = sf.run.check_loader(makes[kind](), mesh, "data")
     first = [int(x) for x in itertools.islice(checked(0), 2)]
     return first, told(lambda: first.extend(int(x) for x in itertools.islice(checked(2), 2)))
 
@@ -168,7 +168,7 @@ def made_of_others(same: bool, kind: str) -> tuple[int, str]:
 
     found: list[Any] = []
     loader = [{"x": batch(n), "y": torch.zeros(3)} for n in range(12)]
-    said = told(lambda: found.extend(sf.run.checked(loader, mesh, "data", pad={"y": 0})))
+    said = told(lambda: found.extend(sf.run.check_loader(loader, mesh, "data", pad={"y": 0})))
     return len(found), said
 
 
@@ -188,7 +188,7 @@ def wordy() -> str:
         if dist.get_rank() == 1:
             raise ValueError("é" * 9000)
 
-    return told(lambda: list(sf.run.checked(loader(), sf.make_mesh(data=-1, device="cpu"), "data")))
+    return told(lambda: list(sf.run.check_loader(loader(), sf.make_mesh(data=-1, device="cpu"), "data")))
 
 
 @pytest.mark.world(2)
@@ -201,14 +201,14 @@ def test_what_another_rank_says_is_no_longer_than_a_message_may_be(world: World)
 def arguments() -> list[str]:
     mesh = sf.make_mesh(data=-1, device="cpu")
     loader = plain(mesh)
-    checked = sf.run.checked(loader, mesh, ())
+    checked = sf.run.check_loader(loader, mesh, ())
     assert (len(checked), checked.axes, len(list(checked(6)))) == (8, (), 2)
     return [
-        told(lambda: sf.run.checked(3, mesh, "data")),  # type: ignore[arg-type]
-        told(lambda: sf.run.checked(loader, mesh, "rows")),
-        told(lambda: sf.run.checked(loader, mesh, ["data"])),  # type: ignore[arg-type]
-        told(lambda: sf.run.checked(loader, mesh, "data" if dist.get_rank() else ())),
-        told(lambda: len(sf.run.checked(zip(loader), mesh, "data"))),
+        told(lambda: sf.run.check_loader(3, mesh, "data")),  # type: ignore[arg-type]
+        told(lambda: sf.run.check_loader(loader, mesh, "rows")),
+        told(lambda: sf.run.check_loader(loader, mesh, ["data"])),  # type: ignore[arg-type]
+        told(lambda: sf.run.check_loader(loader, mesh, "data" if dist.get_rank() else ())),
+        told(lambda: len(sf.run.check_loader(zip(loader), mesh, "data"))),
     ]
 
 
@@ -253,7 +253,7 @@ def in_parts(folder: Path, make: Any, check: bool) -> tuple[list[Any], list[Any]
 
         for end in ends:
             loader = make()
-            given = sf.run.checked(loader, mesh, ()) if check else partial(after, loader)
+            given = sf.run.check_loader(loader, mesh, ()) if check else partial(after, loader)
             state, _ = sf.run.loop(step, 0.0, given, steps=end, save=folder / name, report=[])
         both.append((seen, state))
     (once, drawn), (parts, again) = both
@@ -281,7 +281,7 @@ def own_numbers() -> list[tuple[int, int]]:
     """Places of this rank by batches, which know their mesh, beside a state that knows none."""
     mesh = sf.make_mesh(device="cpu", data=2, tensor=2)
     one = sf.run.batches(torch.arange(64), mesh, "data", 8, 0)
-    return [place(batches, {"w": torch.ones(2)}) for batches in (one, sf.run.checked(one, mesh, "data"))]
+    return [place(batches, {"w": torch.ones(2)}) for batches in (one, sf.run.check_loader(one, mesh, "data"))]
 
 
 @pytest.mark.world(4)

@@ -94,7 +94,7 @@ def test_a_signal_in_a_run_of_an_evaluation_ends_both_and_the_evaluation_comes_a
         inside.append((state, inner.ended))
         return {"n": inner.step}
 
-    more: dict[str, Any] = {"save": tmp_path, "evaluate": (evaluate, 2), "every": every}
+    more: dict[str, Any] = {"save": tmp_path, "evaluate": (evaluate, 2), "save_every": every}
     first = run(steps, **more)
     assert (first.ended, first.step, first.metrics["eval/n"]) == ("preempted", 4, {2: 3.0})
     reset_interrupts()
@@ -109,8 +109,8 @@ def test_an_evaluation_that_fails_costs_no_steps(tmp_path: Path) -> None:
         raise OSError("no more data")
 
     with pytest.raises(OSError, match="no more data"):
-        run(5, save=tmp_path, every=3, evaluate=failing)
-    assert run(5, save=tmp_path, every=3).start == 3
+        run(5, save=tmp_path, save_every=3, evaluate=failing)
+    assert run(5, save=tmp_path, save_every=3).start == 3
 
 
 def test_time_for_an_evaluation_is_left_where_one_comes_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +225,7 @@ def stopped(folder: str) -> Any:
         return len(values) > 1 and values[-1] >= values[-2]
 
     values = iter([3.0, 2.0, 2.0, 1.0, 0.0, -1.0])
-    options: dict[str, Any] = {"save": folder, "every": 2, "report": [], "stop": levelled}
+    options: dict[str, Any] = {"save": folder, "save_every": 2, "report": [], "stop": levelled}
     _, run = sf.run.loop(
         step, state, lambda start: range(start, 99), steps=20, evaluate=(lambda s: {"x": next(values)}, 2), **options
     )

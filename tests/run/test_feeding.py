@@ -241,7 +241,7 @@ def on_the_device(prefetch: int) -> Any:
     with simulated(ranks=1) as device:
         mesh = sf.make_mesh(data=1, device=device.name)
         source = {"x": torch.arange(64.0).view(32, 2), "y": torch.arange(32)}
-        batches = sf.run.batches(source, mesh, "data", 8, 0, last="pad", prefetch=prefetch)
+        batches = sf.run.batches(source, mesh, "data", 8, 0, remainder="pad", prefetch=prefetch)
         iterator = iter(batches)
         next(iterator)
         device.reset_counts()

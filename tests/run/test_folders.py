@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def trained(folder: Path, steps: int, **options: Any) -> tuple[Any, list[torch.Tensor]]:
     mesh = mesh_here()
-    given: dict[str, Any] = {"every": 2, "report": []} | options
+    given: dict[str, Any] = {"save_every": 2, "report": []} | options
     state, run = sf.run.loop(step_of(mesh), begin(mesh), Rows(mesh), steps=steps, save=folder, **given)
     return run, whole(state)
 
@@ -108,7 +108,7 @@ def damaged(root: Path) -> list[tuple[str, list[str], bool, int, bool, list[str]
             damage(folder / "step-00000004")
         _met()
         before = listed(folder)
-        said = told(partial(trained, folder, 6, keep=1))
+        said = told(partial(trained, folder, 6, keep_last=1))
         _met()
         same = listed(folder) == before
         _met()
@@ -168,7 +168,7 @@ def unreadable(root: Path, what: str) -> list[Any]:
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == 0:
                 failing(patch, root, what, code)
-            said = told(lambda: trained(root, 6, keep=1))
+            said = told(lambda: trained(root, 6, keep_last=1))
             latest = told(lambda: sf.checkpoint.latest(root))
         _met()
         found.append((os.strerror(code) in said, "CheckpointError: " in said, latest, listed(root) == before))
@@ -234,7 +234,7 @@ def test_what_the_run_has_not_made_stays(tmp_path: Path) -> None:
     dead = folder / ".step-00000009.writing"
     shutil.copytree(folder / "step-00000004", dead)
     before = listed(elsewhere)
-    run, _ = trained(folder, 10, keep=1)
+    run, _ = trained(folder, 10, keep_last=1)
     names = sorted(path.name for path in folder.iterdir())
     assert run.start == 4
     own = [".letter.writing", "best", "figures", "of mine", "step-00000001", "step-00000002", "step-00000003"]
@@ -294,11 +294,11 @@ def test_what_cannot_be_deleted_is_a_warning(
 
     monkeypatch.setattr(shutil, "rmtree", failing)
     with caplog.at_level(logging.WARNING, "shardfn"):
-        run, _ = trained(tmp_path, 6, keep=1)
+        run, _ = trained(tmp_path, 6, keep_last=1)
     assert run.ended == "finished"
     assert "step-00000000 could not be deleted, and stays: [Errno 16] the device is busy" in caplog.text
     monkeypatch.undo()
-    trained(tmp_path, 8, keep=1)
+    trained(tmp_path, 8, keep_last=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000008"]
 
 
@@ -315,7 +315,7 @@ def best_of(root: Path, which: str) -> Any:
     found = []
     for steps in (2, 6, 7, 12):
         _, run = sf.run.loop(
-            step_of(mesh), begin(mesh), Rows(mesh), steps=steps, save=root, every=2, keep=1, report=[],
+            step_of(mesh), begin(mesh), Rows(mesh), steps=steps, save=root, save_every=2, keep_last=1, report=[],
             best=("eval/x", which), evaluate=(evaluate, 2) if steps != 7 else (lambda state: {"x": 6.0}, 7),
         )  # fmt: skip
         _met()
@@ -339,11 +339,11 @@ def test_the_best_checkpoint_stays_also_of_a_run_in_parts(world: World, which: s
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"best": "los", "keep": 1}, "best='los', and the metrics of a step are loss, rows"),
-        ({"best": "eval/x", "keep": 1}, "no evaluate= gives that metric"),
-        ({"best": "eval/x", "keep": 1, "evaluate": lambda state: {"y": 1}}, "best='eval/x', and eval gives y"),
-        ({"best": "loss"}, "without keep= all do"),
-        ({"best": ("loss", "least"), "keep": 1}, "best must be the name of a metric to minimize"),
+        ({"best": "los", "keep_last": 1}, "best='los', and the metrics of a step are loss, rows"),
+        ({"best": "eval/x", "keep_last": 1}, "no evaluate= gives that metric"),
+        ({"best": "eval/x", "keep_last": 1, "evaluate": lambda state: {"y": 1}}, "best='eval/x', and eval gives y"),
+        ({"best": "loss"}, "without keep_last= all do"),
+        ({"best": ("loss", "least"), "keep_last": 1}, "best must be the name of a metric to minimize"),
     ],
 )
 def test_a_metric_that_is_none_is_said(options: dict[str, Any], said: str, tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def in_time(folder: Path, limit: Any, slow: float) -> tuple[str, float, int]:
     rank = dist.get_rank()
     rows = Rows(mesh, at=lambda n: time.sleep(slow))
     given = limit if rank == 0 else 3600  # clocks of hosts differ
-    _, run = sf.run.loop(step_of(mesh), begin(mesh), rows, steps=10**6, save=folder, limit=given, report=[])
+    _, run = sf.run.loop(step_of(mesh), begin(mesh), rows, steps=10**6, save=folder, time_limit=given, report=[])
     return run.ended, time.monotonic() - process_start(), run.step
 
 

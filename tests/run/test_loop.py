@@ -50,7 +50,9 @@ def parts(folder: Path, ends: list[int], noise: float) -> tuple[list[Any], list[
     for end in ends:
         torch.manual_seed(end)
         step = step_of(mesh, noise)
-        state, run = sf.run.loop(step, begin(mesh), Rows(mesh), steps=end, save=folder, every=2, keep=2, report=[])
+        state, run = sf.run.loop(
+            step, begin(mesh), Rows(mesh), steps=end, save=folder, save_every=2, keep_last=2, report=[]
+        )
         losses |= run.metrics.get("loss", {})
     return whole(state), [losses[n] for n in range(1, ends[-1] + 1)]
 
@@ -166,7 +168,7 @@ def test_figures_of_a_step_are_reported() -> None:
 
     lengths = [16, 8, 64, 16, 2]
     rows = [{"tokens": torch.zeros(4, length, dtype=torch.int64)} for length in lengths]
-    sf.run.loop(step, 0, rows, steps=5, report=lambda _, metrics: told.append(metrics), flops=1e9, peak=1e12)
+    sf.run.loop(step, 0, rows, steps=5, report=lambda _, metrics: told.append(metrics), flops=1e9, peak_flops=1e12)
     assert list(told[0]) == ["loss", "seconds", "tokens_per_second", "memory_gib", "tflops", "mfu"]
     for one, length in zip(told, lengths, strict=True):
         assert one["tokens_per_second"] * one["seconds"] == pytest.approx(4 * length)
@@ -202,7 +204,7 @@ def begun_elsewhere(folder: str) -> Any:
 
     whole, _ = sf.run.loop(step, params, rows, steps=6, report=[])
     half, _ = sf.run.loop(step, params, rows, steps=3, report=[])
-    end, run = sf.run.loop(step, half, rows, steps=6, start=3, report=[], save=f"{folder}/x", every=2, keep=9)
+    end, run = sf.run.loop(step, half, rows, steps=6, start=3, report=[], save=f"{folder}/x", save_every=2, keep_last=9)
     _, resumed = sf.run.loop(step, half, rows, steps=8, start=3, report=[], save=f"{folder}/x")
     first = min(name for name in os.listdir(f"{folder}/x") if name[0] != ".")  # the other rank may hold its lock yet
     facts = (run.start, run.step, resumed.start, list(run.metrics["loss"]), [first])

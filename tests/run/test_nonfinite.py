@@ -63,7 +63,7 @@ def run(folder: Path | None, where: str, rank: int, bad: int) -> str:
             metrics["loss"] = metrics["loss"] / 0
         return state, metrics
 
-    more: dict[str, Any] = {} if folder is None else {"save": folder, "every": 4, "keep": 2}
+    more: dict[str, Any] = {} if folder is None else {"save": folder, "save_every": 4, "keep_last": 2}
     return told(lambda: sf.run.loop(user, begin(mesh), marked, steps=20, report=[], **more))
 
 
@@ -116,7 +116,7 @@ def updates(folder: Path, end: int, more: dict[str, Any]) -> str:
 
 
 def test_a_state_with_nan_is_never_saved_though_the_loss_was_finite(tmp_path: Path) -> None:
-    message = updates(tmp_path, 9, {"every": 3, "keep": 1})
+    message = updates(tmp_path, 9, {"save_every": 3, "keep_last": 1})
     assert "FloatingPointError" in message
     assert "at step 6 (rank 0: the state has nan in state)" in message
     assert "step 6, on rank 0, the update made nan in state, though no stage did" in message
@@ -140,7 +140,7 @@ def test_what_does_not_happen_again_is_said(tmp_path: Path) -> None:
         return state, {"loss": torch.tensor(torch.nan if runs.count(3) == 1 and n == 3 else 1.0)}
 
     batches: Any = lambda start: range(start, 99)  # noqa: E731
-    message = told(lambda: sf.run.loop(step, 0, batches, steps=9, save=tmp_path, every=2, report=[]))
+    message = told(lambda: sf.run.loop(step, 0, batches, steps=9, save=tmp_path, save_every=2, report=[]))
     assert "all numbers were finite then, so the step does not give the same twice" in message
     assert sf.checkpoint.latest(tmp_path) == tmp_path / "step-00000002"
 
@@ -149,14 +149,16 @@ def from_a_generator(folder: Path) -> str:
     def step(state: int, n: Tensor) -> Any:
         return state, {"loss": torch.nan if n == 3 else 1.0}
 
-    loader = sf.run.checked((torch.tensor([n]) for n in range(9)), sf.make_mesh(device="cpu", data=1), ())
-    return told(lambda: sf.run.loop(step, 0, loader, steps=9, save=folder, every=2, report=[]))
+    loader = sf.run.check_loader((torch.tensor([n]) for n in range(9)), sf.make_mesh(device="cpu", data=1), ())
+    return told(lambda: sf.run.loop(step, 0, loader, steps=9, save=folder, save_every=2, report=[]))
 
 
 def test_what_is_not_finite_is_said_also_where_its_batches_do_not_come_again(tmp_path: Path) -> None:
     (message,) = world(1, "alone").run(from_a_generator, tmp_path)
     assert "FloatingPointError: sf.run.loop: not finite at step 4 (rank 0: loss is nan)" in message
-    assert "with each stage watched: that failed, by ValueError: sf.run.checked: the loader is a generator" in message
+    assert (
+        "with each stage watched: that failed, by ValueError: sf.run.check_loader: the loader is a generator" in message
+    )
 
 
 def test_only_the_loss_has_to_be_finite_where_there_is_one() -> None:

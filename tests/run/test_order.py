@@ -18,7 +18,7 @@ orders = st.builds(
     batch=st.sampled_from([4, 8, 12]),
     seed=st.integers(-(2**70), 2**70),
     shuffle=st.booleans(),
-    last=st.sampled_from(["pad", "wrap"]),
+    remainder=st.sampled_from(["pad", "wrap"]),
     epochs=st.integers(1, 4),
 )
 
@@ -74,11 +74,11 @@ def test_steps_taken_together_are_those_taken_one_by_one(order: Order, first: in
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     found = [tuple(rows(Order(64, 64, seed), epoch)) for seed in range(3) for epoch in range(3)]
     assert len(set(found)) == 9
-    assert rows(Order(6, 4, 0, shuffle=False, last="wrap"), 1) == [4, 5, 0, 1]
+    assert rows(Order(6, 4, 0, shuffle=False, remainder="wrap"), 1) == [4, 5, 0, 1]
 
 
 def test_how_many_steps_there_are() -> None:
     kinds: list[Any] = ["drop", "pad", "wrap"]
-    assert [Order(10, 4, 0, last=last, epochs=3).steps for last in kinds] == [6, 9, 8]
+    assert [Order(10, 4, 0, remainder=last, epochs=3).steps for last in kinds] == [6, 9, 8]
     assert Order(10, 4, 0).steps is None
-    assert Order(10, 4, 0, last="pad").part(2, 0, 4).real.tolist() == [True, True, False, False]
+    assert Order(10, 4, 0, remainder="pad").part(2, 0, 4).real.tolist() == [True, True, False, False]

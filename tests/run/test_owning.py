@@ -75,7 +75,7 @@ def one_buffer(form: Callable[[torch.Tensor], Any], late: int = 0) -> Iterator[A
 @pytest.mark.parametrize("form", FORMS)
 def test_a_loader_may_fill_its_memory_again(form: str, late: int) -> None:
     mesh = sf.make_mesh(device="cpu", data=1)
-    found = [flat(batch) for batch in sf.run.checked(one_buffer(FORMS[form], late), mesh, "data")]
+    found = [flat(batch) for batch in sf.run.check_loader(one_buffer(FORMS[form], late), mesh, "data")]
     assert len(found) == COUNT
     assert [set(numbers) for numbers in found] == [{float(n)} for n in range(COUNT)]
 
@@ -150,9 +150,9 @@ def test_what_stops_iteration_where_batches_are_made_is_not_their_end(workers: i
         DataLoader(Numbers(), batch_size=2, num_workers=workers, collate_fn=stopping),
     ]
     for loader in loaders:
-        said = told(lambda loader=loader: list(sf.run.checked(loader, mesh, "data")))
-        assert said.startswith("RuntimeError: sf.run.checked: a row of the loader's data set, or its collate_fn,")
-    assert told(lambda: list(sf.run.checked(iter([torch.ones(2)] * 3), mesh, "data"))) == "it was done"
+        said = told(lambda loader=loader: list(sf.run.check_loader(loader, mesh, "data")))
+        assert said.startswith("RuntimeError: sf.run.check_loader: a row of the loader's data set, or its collate_fn,")
+    assert told(lambda: list(sf.run.check_loader(iter([torch.ones(2)] * 3), mesh, "data"))) == "it was done"
 
 
 class Streaming(IterableDataset[Any]):
@@ -171,17 +171,17 @@ def failing_loaders(error: type[Exception]) -> dict[str, Callable[[Any], Any]]:
         return state, {}
 
     return {
-        "a loader": lambda mesh: list(sf.run.checked(DataLoader(rows, **options), mesh, "data")),
+        "a loader": lambda mesh: list(sf.run.check_loader(DataLoader(rows, **options), mesh, "data")),
         "workers that stay": lambda mesh: list(
-            sf.run.checked(DataLoader(rows, **options, persistent_workers=True), mesh, "data")
+            sf.run.check_loader(DataLoader(rows, **options, persistent_workers=True), mesh, "data")
         ),
-        "a stream": lambda mesh: list(sf.run.checked(DataLoader(Streaming(error), **options), mesh, "data")),
+        "a stream": lambda mesh: list(sf.run.check_loader(DataLoader(Streaming(error), **options), mesh, "data")),
         "batches": lambda mesh: list(sf.run.batches(rows, mesh, "data", 2, 0, workers=2)),
         "batches, nothing read ahead": lambda mesh: list(
             sf.run.batches(rows, mesh, "data", 2, 0, workers=2, prefetch=0)
         ),
         "a loop": lambda mesh: sf.run.loop(
-            step, {}, sf.run.checked(DataLoader(rows, **options), mesh, "data"), steps=30
+            step, {}, sf.run.check_loader(DataLoader(rows, **options), mesh, "data"), steps=30
         ),
         "a loop over a loader": lambda mesh: sf.run.loop(step, {}, DataLoader(rows, **options), steps=30),
     }

@@ -119,7 +119,7 @@ def compared(sizes: dict[str, int], pad: Any, micro: Any, strategy: str, **more:
     """How far a run is from that of one process; in how many parts it ran; how many shapes there were on this rank."""
     mesh = sf.make_mesh(device="cpu", **sizes)
     axis = next(iter(sizes))
-    how: Any = {"collate": Padding(), "last": "wrap", **more}
+    how: Any = {"collate": Padding(), "remainder": "wrap", **more}
     batches = sf.run.batches(sentences(), mesh, axis, 8, 5, pad=pad, **how)
     every = sf.run.batches(sentences(), mesh, (), 8, 5, **how)
     placed = {"full_shard": sf.full_shard(axis), "ddp": sf.ddp(axis), "zero2": sf.zero2(axis)}[strategy]
@@ -129,13 +129,13 @@ def compared(sizes: dict[str, int], pad: Any, micro: Any, strategy: str, **more:
     return max(distance(params, whole), *(abs(a - b) for a, b in zip(losses, want, strict=True))), {*used}, len(shapes)
 
 
-PADS: dict[str, Any] = {"ranks": "ranks", "a dict": {"input_ids": 0, "labels": -100}, "own": "own"}
+PADS: dict[str, Any] = {"ranks": "ranks", "a dict": {"input_ids": 0, "labels": -100}, "none": "none"}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize(("pad", "micro", "strategy"), [
-    ("ranks", None, "full_shard"), ("a dict", 2, "zero2"), ("own", None, "ddp"), ("own", 3, "full_shard"),
-    ("own", "auto", "full_shard"),
+    ("ranks", None, "full_shard"), ("a dict", 2, "zero2"), ("none", None, "ddp"), ("none", 3, "full_shard"),
+    ("none", "auto", "full_shard"),
 ])  # fmt: skip
 def test_each_token_counts_once(ranks: int, pad: str, micro: Any, strategy: str) -> None:
     for far, used, shapes in make_world(ranks).run(compared, {"data": ranks}, PADS[pad], micro, strategy):
@@ -178,7 +178,7 @@ def none() -> Any:
 
 def uneven(ranks: int, micro: Any, strategy: str, through: bool) -> Any:
     mesh, rows = sf.make_mesh(device="cpu", data=ranks), Uneven(ranks)
-    batches: Any = sf.run.checked(list(rows(0)), mesh, "data", pad="own") if through else rows
+    batches: Any = sf.run.check_loader(list(rows(0)), mesh, "data", pad="none") if through else rows
     placed = {"full_shard": sf.full_shard("data"), "zero1": sf.zero1("data")}[strategy]
     losses, params, used = trained(mesh, batches, micro, placed, len(ROWS))
     want, whole = alone([rows.whole(step) for step in range(len(ROWS))])
@@ -237,7 +237,7 @@ def filled(batch: Any, pad: Any) -> Any:
     """What a rank's batch becomes, by a loader of one's own."""
     mesh = sf.make_mesh(device="cpu", data=-1)
     found: list[Any] = []
-    wrong = told(lambda: found.extend(sf.run.checked([batch(dist.get_rank())], mesh, "data", pad=pad)))
+    wrong = told(lambda: found.extend(sf.run.check_loader([batch(dist.get_rank())], mesh, "data", pad=pad)))
     return wrong if wrong != "it was done" else found[0]
 
 
@@ -273,18 +273,26 @@ def whole_numbers(rank: int, key: str = "x") -> Any:
 
 REFUSED: dict[str, tuple[Any, Any, str]] = {
     "nobody says": (of_one, None, "differ between ranks: rank 0 has ['x'] float32 [2, 2]; rank 1 has ['x'] flo"),
-    "and what to say": (of_one, None, 'pad="ranks" fills them up to the longest of all ranks, pad="own" is for a step'),
+    "and what to say": (
+        of_one,
+        None,
+        'pad="ranks" fills them up to the longest of all ranks, pad="none" is for a step',
+    ),
     "a name nobody knows": (of_one, "ranks", "batch['x'], float32, has different sizes on other ranks, up to [2, 3]"),
     "how to name it": (of_one, {"y": 1}, "pass pad={'x': ...}, by the leaf's last key"),
     "a mask that is added": (lambda r: of_one(r, "attention_mask"), "ranks", "batch['attention_mask'], float32, has"),
     "a fraction in a whole number": (whole_numbers, {"x": 0.5}, "pad['x']=0.5 is no whole number"),
     "no tokenizer": (lambda r: whole_numbers(r, "input_ids"), "ranks", "pass pad={'input_ids': ...}"),
     "a bare tensor": (lambda r: of_one(r)["x"], "ranks", "batch, float32, has different sizes on other ranks, up to"),
-    "another dtype": (lambda r: [of_one, whole_numbers][r](0), "own", "float32 2-d; rank 1 has ['x'] int64 2-d"),
-    "another dimension": (lambda r: {"x": torch.ones([2] * (1 + r))}, "own", "1-d; rank 1 has ['x'] float32 2-d"),
-    "other keys": (lambda r: of_one(r, f"x{r}"), "own", "rank 0 has ['x0'] float32 2-d; rank 1 has ['x1'] float32 2-d"),
-    "a word": (of_one, "longest", 'TypeError: sf.run.checked: pad must be "ranks", to the longest of all'),
-    "words to fill with": (of_one, {"x": "0"}, "TypeError: sf.run.checked: pad['x']='0'; a leaf's last key has a"),
+    "another dtype": (lambda r: [of_one, whole_numbers][r](0), "none", "float32 2-d; rank 1 has ['x'] int64 2-d"),
+    "another dimension": (lambda r: {"x": torch.ones([2] * (1 + r))}, "none", "1-d; rank 1 has ['x'] float32 2-d"),
+    "other keys": (
+        lambda r: of_one(r, f"x{r}"),
+        "none",
+        "rank 0 has ['x0'] float32 2-d; rank 1 has ['x1'] float32 2-d",
+    ),
+    "a word": (of_one, "longest", 'TypeError: sf.run.check_loader: pad must be "ranks", to the longest of all'),
+    "words to fill with": (of_one, {"x": "0"}, "TypeError: sf.run.check_loader: pad['x']='0'; a leaf's last key has a"),
 }
 
 
@@ -303,7 +311,7 @@ def test_what_cannot_be_filled_is_said_on_every_rank(world: World) -> None:
 def same_place() -> str:
     mesh = sf.make_mesh(device="cpu", data=1, tensor=2)
     loader = [{"x": torch.zeros(2, 2 + (n == 70) * dist.get_rank())} for n in range(72)]
-    return told(lambda: list(sf.run.checked(loader, mesh, "data", pad="own")))
+    return told(lambda: list(sf.run.check_loader(loader, mesh, "data", pad="none")))
 
 
 @pytest.mark.world(2)
@@ -317,14 +325,14 @@ def dims(many: int) -> list[str]:
     def batch(rank: int) -> Any:
         return [torch.ones(2, 2 + (rank if k == 0 else 0)) for k in range(many)] + [torch.ones(1 + rank)] * (many > 32)
 
-    return [str(filled(batch, "own"))[:30], str(filled(batch, {0: 0, 33: 0}))[:60]]
+    return [str(filled(batch, "none"))[:30], str(filled(batch, {0: 0, 33: 0}))[:60]]
 
 
 @pytest.mark.world(2)
 def test_only_the_first_dimensions_may_differ(world: World) -> None:
     assert all(one[1].startswith("[tensor([[") for one in world.run(dims, 30))
     assert all(
-        "ValueError: sf.run.checked: the batches of step 0 differ"[:30] in said
+        "ValueError: sf.run.check_loader: the batches of step 0 differ"[:30] in said
         for one in world.run(dims, 40)
         for said in one
     )
@@ -335,7 +343,7 @@ def same_mappings() -> str:
 
     mesh = sf.make_mesh(device="cpu", data=-1)
     loader = [transformers.BatchEncoding({"x": torch.arange(16) + 16 * n}) for n in range(3)]
-    return told(lambda: list(sf.run.checked(loader, mesh, "data")))
+    return told(lambda: list(sf.run.check_loader(loader, mesh, "data")))
 
 
 @pytest.mark.world(2)

@@ -53,10 +53,13 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "no steps": ({"steps": 0}, "ValueError: sf.run.loop: steps must be the number of the last step, an integer of 1"),
     "half a step": ({"steps": 1.5}, "an integer of 1 or more, got 1.5"),
     "true steps": ({"steps": True}, "an integer of 1 or more, got True"),
-    "every without save": ({"every": 3}, "every=3 is about checkpoints, and there are none without save=folder"),
-    "keep without save": ({"keep": 3}, "keep=3 is about checkpoints"),
-    "every 0": ({"every": 0, "save": "x"}, "every must be the number of steps between two checkpoints"),
-    "keep 0": ({"keep": 0, "save": "x"}, "keep must be the number of checkpoints that stay"),
+    "save_every without save": (
+        {"save_every": 3},
+        "save_every=3 is about checkpoints, and there are none without save=folder",
+    ),
+    "keep_last without save": ({"keep_last": 3}, "keep_last=3 is about checkpoints"),
+    "save_every 0": ({"save_every": 0, "save": "x"}, "save_every must be the number of steps between two checkpoints"),
+    "keep_last 0": ({"keep_last": 0, "save": "x"}, "keep_last must be the number of checkpoints that stay"),
     "save a number": ({"save": 3}, "save is a int, not a folder"),
     "resume a path": ({"resume": "x"}, "resume must be True"),
     "batches none": ({"batches": None}, "batches must be a function of the step to start at, got NoneType"),
@@ -71,8 +74,8 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "report a name": ({"report": "progress"}, "report must be a function"),
     "report not called": ({"report": sf.run.progress}, "report has progress itself: call it, sf.run.progress(...)"),
     "seed a word": ({"seed": "x"}, "TypeError: a seed is an int"),
-    "limit negative": ({"limit": -1}, "limit must be more than 0 seconds, got -1"),
-    "limit a word": ({"limit": "1h"}, "limit must be seconds or a timedelta, got '1h'"),
+    "time_limit negative": ({"time_limit": -1}, "time_limit must be more than 0 seconds, got -1"),
+    "time_limit a word": ({"time_limit": "1h"}, "time_limit must be seconds or a timedelta, got '1h'"),
     "flops 0": ({"flops": 0}, "flops must be a number above 0"),
     "state of functions": ({"state": {"f": len}, "save": "x"}, "TypeError: a checkpoint holds flat shards, tensors"),
 }
@@ -214,7 +217,7 @@ def failing(folder: Path, how: str) -> tuple[str, float]:
 
     rows = Rows(mesh, end=3 if how == "batches" and rank == 1 else 100)
     began = time.monotonic()
-    arguments: dict[str, Any] = {"save": folder, "every": 2, "evaluate": (evaluate, 3), "report": [report]}
+    arguments: dict[str, Any] = {"save": folder, "save_every": 2, "evaluate": (evaluate, 3), "report": [report]}
     said = told(lambda: sf.run.loop(user, begin(mesh), rows, steps=10, **arguments))
     return said, time.monotonic() - began
 

@@ -99,22 +99,34 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "a seed of a half": (lambda: {"seed": 0.5}, "TypeError: a seed is an int"),
     "no epochs": (lambda: {"epochs": 0}, "epochs must be an integer of 1 or more, got 0"),
     "half an epoch": (lambda: {"epochs": 0.5}, "epochs must be an integer of 1 or more, got 0.5, a float"),
-    "another last": (lambda: {"last": "keep"}, "last='keep'; what becomes of an epoch's last rows is one of"),
+    "another last": (lambda: {"remainder": "keep"}, "remainder='keep'; what becomes of an epoch's last rows is one of"),
     "a collate that is none": (lambda: {"collate": "pad"}, "collate must be a function of a list of rows, got 'pad'"),
     "negative workers": (lambda: {"workers": -1}, "workers must be an integer of 0 or more, got -1"),
     "negative prefetch": (lambda: {"prefetch": -2}, "prefetch must be an integer of 0 or more, got -2"),
     "a shuffle that is none": (lambda: {"shuffle": 5}, "shuffle must be True or False, got 5"),
-    "a rate of no number": (lambda: {"rate": "0.1"}, "TypeError: sf.run.batches: rate must be the probability of"),
-    "a rate of none": (
-        lambda: {"rate": 0.0},
-        "ValueError: sf.run.batches: rate must be the probability of each row",
+    "a rate of no number": (
+        lambda: {"sample_rate": "0.1"},
+        "TypeError: sf.run.batches: sample_rate must be the probability of",
     ),
-    "a rate of more than all": (lambda: {"rate": 1.5}, "rate must be the probability of each row at each step, abo"),
-    "a rate with epochs": (lambda: {"rate": 0.1, "epochs": 1}, "samples steps independently: leave out epochs=, sh"),
-    "a rate in order": (lambda: {"rate": 0.1, "shuffle": False}, "leave out epochs=, shuffle= and last="),
-    "a rate of a stream": (lambda: {"rate": 0.1, "source": Stream(lanes=2)}, "rate=0.1; rows of a stream are not fou"),
+    "a rate of none": (
+        lambda: {"sample_rate": 0.0},
+        "ValueError: sf.run.batches: sample_rate must be the probability of each row",
+    ),
+    "a rate of more than all": (
+        lambda: {"sample_rate": 1.5},
+        "sample_rate must be the probability of each row at each step, abo",
+    ),
+    "a rate with epochs": (
+        lambda: {"sample_rate": 0.1, "epochs": 1},
+        "samples steps independently: leave out epochs=, sh",
+    ),
+    "a rate in order": (lambda: {"sample_rate": 0.1, "shuffle": False}, "leave out epochs=, shuffle= and remainder="),
+    "a rate of a stream": (
+        lambda: {"sample_rate": 0.1, "source": Stream(lanes=2)},
+        "sample_rate=0.1; rows of a stream are not fou",
+    ),
     "a rate without room": (
-        lambda: {"rate": 0.1},
+        lambda: {"sample_rate": 0.1},
         "batch=4 is the most rows that a step may have, and samples have 4 on average, sometimes more: say batch=20",
     ),
     "lanes that do not divide": (
@@ -148,8 +160,8 @@ LATER: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "columns at once": (lambda: {"source": Some(lambda rows: {"x": rows, "y": rows})}, "gave a dict for 2 numbers"),
     "a row that cannot be read": (lambda: {"source": Broken(4), "batch": 40}, "the disk is gone"),
     "the same by a worker": (lambda: {"source": Broken(5), "batch": 40, "workers": 1}, "the disk is gone"),
-    "a mask of its own": (lambda: {"source": {"mask": X}, "last": "pad"}, 'these have a "mask": rename it'),
-    "a rate and a mask": (lambda: {"rate": 0.1, "source": {"mask": X}, "batch": 40}, 'have a "mask": rename it'),
+    "a mask of its own": (lambda: {"source": {"mask": X}, "remainder": "pad"}, 'these have a "mask": rename it'),
+    "a rate and a mask": (lambda: {"sample_rate": 0.1, "source": {"mask": X}, "batch": 40}, 'have a "mask": rename it'),
     "wrong lengths": (
         lambda: {"source": Stream(lanes=2, lengths=[5, 5, 4, 5]), "shuffle": False},
         "2 has 5 rows, and lengths says 4",

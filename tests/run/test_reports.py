@@ -28,7 +28,7 @@ def run(steps: int, report: Any, folder: Path | None = None, loss: float = 1.5) 
     def step(state: int, batch: Any) -> Any:
         return state + 1, {"loss": loss, "tokens": 100}
 
-    save: dict[str, Any] = {} if folder is None else {"save": folder, "every": 2}
+    save: dict[str, Any] = {} if folder is None else {"save": folder, "save_every": 2}
     sf.run.loop(step, 0, lambda start: range(start, 99), steps=steps, report=report, **save)
 
 
@@ -321,7 +321,13 @@ def saved_runs(folder: str) -> Any:
 
     def loop(name: str, steps: int, report: Any) -> None:
         sf.run.loop(
-            step, params, lambda start: range(start, 9), steps=steps, save=f"{folder}/{name}", every=2, report=report
+            step,
+            params,
+            lambda start: range(start, 9),
+            steps=steps,
+            save=f"{folder}/{name}",
+            save_every=2,
+            report=report,
         )
 
     loop("a", 3, report)

@@ -90,8 +90,8 @@ def fitted(folder: Path, ends: list[int], bad: int, fresh: bool = True, micro: A
     for end in ends:
         if fresh:
             forget()
-        batches = sf.run.batches(source, mesh, "shard", ROWS, seed=1, last="wrap")
-        state, run = sf.run.loop(step, begin(mesh), batches, steps=end, save=folder, every=2, report=[])
+        batches = sf.run.batches(source, mesh, "shard", ROWS, seed=1, remainder="wrap")
+        state, run = sf.run.loop(step, begin(mesh), batches, steps=end, save=folder, save_every=2, report=[])
         losses += run.metrics["loss"].values()
     return used, losses, whole(state)
 

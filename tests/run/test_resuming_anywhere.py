@@ -34,7 +34,7 @@ def trained(folder: str, steps: int, **more: Any) -> tuple[int, list[float], lis
     replica = 2 if torch.distributed.get_world_size() == 4 else 1
     mesh = sf.make_mesh(device="cpu", replica=replica, shard=-1)
     source = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    batches = sf.run.batches(source, mesh, DATA, 8, seed=3, last="wrap")
+    batches = sf.run.batches(source, mesh, DATA, 8, seed=3, remainder="wrap")
     params = sf.init_sharded([maker] * 3, 0, mesh, sf.hybrid_shard(shard="shard", replica="replica"))
     optimizer, seen = so.adamw(1e-2), []
 
@@ -68,7 +68,7 @@ def from_each(folder: str, numbers: list[int]) -> list[Any]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float], list[Tensor]]:
     """Checkpoints of all steps of one run, and what it did."""
     folder = tmp_path_factory.mktemp("whole")
-    ((_, losses, rows),) = world(1).with_deadline(200).run(trained, str(folder), STEPS, every=1)
+    ((_, losses, rows),) = world(1).with_deadline(200).run(trained, str(folder), STEPS, save_every=1)
     return folder, losses, rows
 
 

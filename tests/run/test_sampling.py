@@ -39,7 +39,9 @@ def test_ranks_cut_one_sample_of_which_each_has_about_as_many(sample: Sample, st
     counts = [len(rows) for rows in real]
     assert max(counts) - min(counts) <= 1
     assert all((part.rows[~part.real] == 0).all() and (part.epochs == step).all() for part in parts)
-    assert sample.rows(step).tolist() == Sample(sample.count, 10**6, sample.seed, sample.rate).rows(step).tolist()
+    assert (
+        sample.rows(step).tolist() == Sample(sample.count, 10**6, sample.seed, sample.sample_rate).rows(step).tolist()
+    )
 
 
 def test_a_long_source_is_sampled_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +97,7 @@ def test_workers_sample_what_one_process_samples(name: str) -> None:
 
 
 def resumed(name: str, prefetch: int) -> None:
-    mesh, more = sf.make_mesh(data=-1, device="cpu"), dict[str, Any](rate=0.3, prefetch=prefetch)
+    mesh, more = sf.make_mesh(data=-1, device="cpu"), dict[str, Any](sample_rate=0.3, prefetch=prefetch)
     batches = sf.run.batches(sources()[name], mesh, "data", 40, 7, **more)
     assert (batches.steps, batches.steps_per_epoch) == (None, None)
     every = [flat(one) for one in itertools.islice(batches, 12)]
@@ -104,7 +106,7 @@ def resumed(name: str, prefetch: int) -> None:
         assert [flat(one) for one in itertools.islice(again, 2)] == every[step : step + 2]
     larger = sf.run.batches(sources()[name], mesh, "data", 44, 7, **more)
     assert batches.identity == larger.identity
-    others: list[Any] = [{"seed": 8, "rate": 0.3}, {"seed": 7, "rate": 0.4}, {"seed": 7}]
+    others: list[Any] = [{"seed": 8, "sample_rate": 0.3}, {"seed": 7, "sample_rate": 0.4}, {"seed": 7}]
     assert batches.identity not in [
         sf.run.batches(sources()[name], mesh, "data", 40, **other).identity for other in others
     ]
@@ -122,7 +124,7 @@ def full(name: str, workers: int) -> tuple[int, str]:
     mesh, seen = sf.make_mesh(data=-1, device="cpu"), list[Any]()
     before, order.RARE = order.RARE, 1.0
     try:
-        batches = sf.run.batches(sources()[name], mesh, "data", 10, 7, rate=0.2, workers=workers)
+        batches = sf.run.batches(sources()[name], mesh, "data", 10, 7, sample_rate=0.2, workers=workers)
     finally:
         order.RARE = before
     return len(seen), told(lambda: seen.extend(batches)) + f" after {len(seen)}"
@@ -151,19 +153,19 @@ def losses(params: Any, x: Tensor) -> Tensor:
 def privately(folder: str, steps: int) -> tuple[int, Any]:
     """The step at which a private run began, and its parameters."""
     mesh, optimizer = sf.make_mesh(device="cpu", data=-1), sf.optim.adam(0.1)
-    batches = sf.run.batches((normal(60, 6, seed=1),), mesh, "data", 20, 5, rate=0.05)
+    batches = sf.run.batches((normal(60, 6, seed=1),), mesh, "data", 20, 5, sample_rate=0.05)
     params = sf.shard({"a": {"w": normal(6, 6, seed=2)}, "b": {"w": normal(6, 6, seed=3)}}, mesh, sf.full_shard("data"))
 
     @sf.shard_map(mesh=mesh, in_specs=(..., sf.P("data")), out_specs=...)
     def step(state: Any, batch: tuple[Tensor, Tensor]) -> Any:
-        how: dict[str, Any] = {"clip": 1.0, "noise": 0.3, "size": 3.0, "seed": 9}
+        how: dict[str, Any] = {"max_grad_norm": 1.0, "noise_multiplier": 0.3, "expected_batch_size": 3.0, "seed": 9}
         x, mask = batch
         grads = dp_grads(losses, state["params"], x, mask=mask, step=state["step"], **how)
         params, moments = optimizer.step(state["params"], grads, state["moments"])
         return {"params": params, "moments": moments, "step": state["step"] + 1}, {}
 
     state = {"params": params, "moments": optimizer.init(params), "step": 0}
-    state, run = sf.run.loop(step, state, batches, steps=steps, save=folder, every=3, report=[])
+    state, run = sf.run.loop(step, state, batches, steps=steps, save=folder, save_every=3, report=[])
     return run.start, sf.unshard(state["params"])
 
 
@@ -178,14 +180,14 @@ def test_a_private_run_goes_on_at_any_step_on_any_number_of_ranks(tmp_path: Path
 
 def disagreeing() -> str:
     mesh = sf.make_mesh(data=-1, device="cpu")
-    return told(lambda: sf.run.batches(torch.arange(40), mesh, "data", 40, 0, rate=0.1 + 0.1 * mesh.get_rank()))
+    return told(lambda: sf.run.batches(torch.arange(40), mesh, "data", 40, 0, sample_rate=0.1 + 0.1 * mesh.get_rank()))
 
 
 @pytest.mark.world(2)
 def test_ranks_with_other_rates_are_told(world: World) -> None:
     for said in world.run(disagreeing):
-        assert "rate='0.1'" in said
-        assert "rate='0.2'" in said
+        assert "sample_rate='0.1'" in said
+        assert "sample_rate='0.2'" in said
 
 
 def weighted(epoch: int) -> list[int]:
@@ -206,7 +208,7 @@ def sampled(start: int) -> Any:
                 sf.run.batches(rows, mesh, "data", 1 * mesh.size(), 0, epochs=2, sampler=lambda e: [0] * (4 + e))
             )
         ),
-        told(lambda: sf.run.batches(rows, mesh, "data", 4, 0, sampler=weighted, rate=0.5)),
+        told(lambda: sf.run.batches(rows, mesh, "data", 4, 0, sampler=weighted, sample_rate=0.5)),
         told(lambda: sf.run.batches(rows, mesh, "data", 4, 0, sampler=lambda _: [mesh.get_rank()] * 4)),
     ]
     return [x.tolist() for x in given(start)], len(given), others
@@ -221,5 +223,5 @@ def test_sampler_gives_the_rows_of_each_epoch_from_any_step(world: World) -> Non
         assert steps == 9
         assert "sampler must give numbers of the source's 4 rows" in others[0]
         assert "sampler must give 4 rows in each epoch, as in the first, got 5 in epoch 1" in others[1]
-        assert "without rate=" in others[2]
+        assert "without sample_rate=" in others[2]
         assert "ValueError" in others[3]

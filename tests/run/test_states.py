@@ -64,7 +64,7 @@ def an_optimizer_of_torchs(folder: str) -> tuple[list[float], list[float], str, 
     for steps in (3, 6):
         state, step = by_torch()
         begun, _ = step(state, next(rows(0)))
-        _, part = sf.run.loop(step, begun, rows, steps=steps, save=f"{folder}/kept", every=1, report=[])
+        _, part = sf.run.loop(step, begun, rows, steps=steps, save=f"{folder}/kept", save_every=1, report=[])
         found += part.metrics["loss"].values()
     state, step = by_torch()
     begun, _ = step(state, next(rows(0)))
@@ -106,7 +106,7 @@ def kinds(folder: str) -> dict[str, tuple[str, int]]:
     for name, values in KINDS.items():
         start = {"n": 0, "best": values[0]}
         step, save = changing(3, values), f"{folder}/{name}"
-        said = told(lambda: sf.run.loop(step, start, rows, steps=6, save=save, every=2, report=[]))  # noqa: B023
+        said = told(lambda: sf.run.loop(step, start, rows, steps=6, save=save, save_every=2, report=[]))  # noqa: B023
         _, run = sf.run.loop(changing(9, values), start, rows, steps=4, save=save, report=[])
         found[name] = said, run.start
     return found

@@ -31,7 +31,7 @@ def stream(lanes: int = 4, block: int = 4, known: bool = True) -> sf.run.Stream:
 def taken(sizes: dict[str, int], start: int, count: int, source: sf.run.Stream, **more: Any) -> list[Any]:
     mesh = sf.make_mesh(device="cpu", **sizes)
     batches = sf.run.batches(source, mesh, "data", 8, 7, start=start, **more)
-    names = ["row", "noise", "mask"][: 2 + (more.get("last") == "pad")]
+    names = ["row", "noise", "mask"][: 2 + (more.get("remainder") == "pad")]
     return [[batch[name].tolist() for name in names] for batch in itertools.islice(batches, count)]
 
 
@@ -77,7 +77,7 @@ def test_a_reader_may_fill_its_memory_again(world: World, kind: str) -> None:
 @pytest.mark.parametrize("last", ["drop", "pad", "wrap"])
 @pytest.mark.world(2)
 def test_a_start_is_a_step_of_the_whole_run(world: World, last: str, known: bool) -> None:
-    more: Any = {"last": last, "epochs": 2}
+    more: Any = {"remainder": last, "epochs": 2}
     every = world.run(taken, {"data": 2}, 0, 99, stream(known=known), **more)
     assert len(every[0]) == len(every[1]) >= 8
     for start in (1, 3, 7, len(every[0]) - 1, len(every[0]), len(every[0]) + 3):
@@ -87,12 +87,12 @@ def test_a_start_is_a_step_of_the_whole_run(world: World, last: str, known: bool
 def test_every_row_comes_once_in_each_epoch() -> None:
     rows = sorted(100 * file + row for file, length in enumerate(LENGTHS) for row in range(length))
     for size in (1, 2):
-        steps = whole(world(size).run(taken, {"data": size}, 0, 99, stream(), last="pad", epochs=1))
+        steps = whole(world(size).run(taken, {"data": size}, 0, 99, stream(), remainder="pad", epochs=1))
         assert (
             sorted(row for row, _, real in (one for step in steps for one in zip(*step, strict=True)) if real) == rows
         )
         assert not any(step[2] == [False] * 8 for step in steps)
-    steps = whole(world(1).run(taken, {"data": 1}, 0, 99, stream(), last="wrap", epochs=1))
+    steps = whole(world(1).run(taken, {"data": 1}, 0, 99, stream(), remainder="wrap", epochs=1))
     assert {row for step in steps for row in step[0]} == set(rows)
 
 
@@ -124,7 +124,7 @@ def test_a_rank_opens_only_the_files_of_its_lanes(world: World, tmp_path: Path) 
 @pytest.mark.world(2)
 def test_workers_read_what_one_process_reads(world: World, workers: int) -> None:
     for last in ("drop", "pad"):
-        more: Any = {"last": last, "epochs": 1}
+        more: Any = {"remainder": last, "epochs": 1}
         read = world.run(taken, {"data": 2}, 2, 99, stream(), workers=workers, **more)
         assert read == world.run(taken, {"data": 2}, 2, 99, stream(), **more)
         assert read[0]
@@ -150,7 +150,7 @@ def shuffled(source: sf.run.Stream) -> list[Any]:
 
 def after_the_end(last: str) -> tuple[list[float], list[float]]:
     """What the program draws while it reads a stream to its end, and what it would draw without one."""
-    more: Any = {"last": last, "epochs": 1, "shuffle": False}
+    more: Any = {"remainder": last, "epochs": 1, "shuffle": False}
     batches = sf.run.batches(stream(), sf.make_mesh(data=1, device="cpu"), "data", 8, 7, **more)
     torch.default_generator.manual_seed(3)
     random.seed(3)
@@ -171,7 +171,7 @@ def unequal(start: int, last: str) -> int:
     lengths = [4, 4, 4, 12]  # of which rank 0 has other lanes than rank 1
     source = sf.run.Stream(range(4), partial(counted, lengths), lanes=2, block=1, lengths=lengths)
     mesh = sf.make_mesh(data=2, device="cpu")
-    batches = sf.run.batches(source, mesh, "data", 2, 7, start=start, epochs=1, shuffle=False, last=last)  # type: ignore[arg-type]
+    batches = sf.run.batches(source, mesh, "data", 2, 7, start=start, epochs=1, shuffle=False, remainder=last)  # type: ignore[arg-type]
     return len(list(batches))
 
 

@@ -43,7 +43,7 @@ def taken_by(way: str) -> dict[str, float]:
         return [plain[0], {**plain[1], **middle}, plain[2]]
 
     (chosen, rest), (along, _) = parts(plain), parts(directions)
-    chosen, along = sf.pruned(chosen), sf.pruned(along)
+    chosen, along = sf.flatten_by_path(chosen), sf.flatten_by_path(along)
     middle, direction = ({k: v for k, v in ps[1].items() if f"1.{k}" not in frozen} for ps in (plain, directions))
 
     def mine(part: Any) -> Tensor:
@@ -96,30 +96,30 @@ def tree() -> Any:
 def test_what_is_pruned_has_no_place_for_the_rest_in_any_registry() -> None:
     whole = tree()
     chosen, rest = sf.partition(whole, lambda path, shape: path in ("b.0", "c.1"))
-    part = sf.pruned(chosen)
+    part = sf.flatten_by_path(chosen)
     assert list(part) == ["b.0", "c.1"]
     assert len(torch.utils._pytree.tree_leaves(part)) == len(optree.tree_leaves(part, none_is_leaf=True)) == 2
-    for trees in ((part, rest), (rest, part), (part, sf.pruned(rest), optree.tree_map(lambda _: None, whole))):
+    for trees in ((part, rest), (rest, part), (part, sf.flatten_by_path(rest), optree.tree_map(lambda _: None, whole))):
         back = sf.combine(*trees)
         assert optree.tree_structure(back) == optree.tree_structure(whole)
         assert all(a is b for a, b in zip(optree.tree_leaves(back), optree.tree_leaves(whole), strict=True))
-    assert sf.pruned(part) == part, "what is pruned stays so"
+    assert sf.flatten_by_path(part) == part, "what is pruned stays so"
     assert sf.combine({}, whole)["a"] is whole["a"]
     one = torch.ones(1)
-    assert sf.combine(sf.pruned(one), None) is one
+    assert sf.combine(sf.flatten_by_path(one), None) is one
 
 
 def test_trees_that_do_not_go_together_are_refused() -> None:
     whole = tree()
     chosen, rest = sf.partition(whole, lambda path, shape: path == "b.0")
     cases: list[tuple[tuple[Any, ...], str]] = [
-        ((sf.pruned(chosen), whole), "2 trees have something at b.0"),
+        ((sf.flatten_by_path(chosen), whole), "2 trees have something at b.0"),
         (({"b.7": 1, "z": 2}, rest), r"tree 1 has b.7, z, for which tree 2 has no place, whose paths are a, b.0, b.1"),
-        ((sf.pruned(chosen), sf.pruned(rest)), "one of them must have all places"),
+        ((sf.flatten_by_path(chosen), sf.flatten_by_path(rest)), "one of them must have all places"),
         (([1], rest), "tree 2 has another structure than tree 1"),
     ]
     for trees, message in cases:
         with pytest.raises(ValueError, match=message):
             sf.combine(*trees)
     with pytest.raises(ValueError, match=r"two places in the tree have the path 'a.b': give a key another name"):
-        sf.pruned({"a.b": 1, "a": {"b": None}})
+        sf.flatten_by_path({"a.b": 1, "a": {"b": None}})

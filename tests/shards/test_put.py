@@ -39,12 +39,12 @@ def moved(scratch: Path) -> list[Any]:
     optimizer = so.adamw8bit(0.1)
     params, state = optimizer.step(params, params, optimizer.init(params))
     given = {"params": params, "state": state, "plain": torch.ones(2), "step": 3}
-    away = sf.put(given, "disk")
-    here = sf.put(away, "device")
-    stay = [sf.put(away, "disk"), sf.put(here, "device"), sf.put(here, "host")]
+    away = sf.to_tier(given, "disk")
+    here = sf.to_tier(away, "device")
+    stay = [sf.to_tier(away, "disk"), sf.to_tier(here, "device"), sf.to_tier(here, "host")]
     kept = [(away, stay[0]), (here, stay[1]), (here, stay[2])]
-    tied = sf.put({"a": params["embed"], "b": params["embed"]}, "disk")
-    variables = sf.put(optree.tree_map(lambda x: x.clone().requires_grad_(), params), "disk")
+    tied = sf.to_tier({"a": params["embed"], "b": params["embed"]}, "disk")
+    variables = sf.to_tier(optree.tree_map(lambda x: x.clone().requires_grad_(), params), "disk")
     found = [
         same(away, given), same(here, given),
         where(away["params"]) == where(away["state"]["codes"]) == where(away["state"]["scales"]) == {True},
@@ -71,13 +71,13 @@ def refusals(scratch: Path) -> list[str]:
     (scratch / "file").touch()
     blocked = sf.shard(whole(), sf.make_mesh(device="cpu", scratch=scratch / "file", rows=2), sf.full_shard("rows"))
     return [
-        told(lambda: sf.put(params, "tape")),  # type: ignore[arg-type]
-        told(lambda: sf.put("disk", params)),
-        told(lambda: sf.put(elsewhere, "disk")),
-        told(lambda: sf.put(blocked, "disk")),
-        told(lambda: sf.put(meta, "disk")),
-        told(lambda: sf.put(twice, "disk")),
-        told(lambda: torch.func.grad(lambda p: sf.put(p, "disk")["embed"].values.sum())(params)),
+        told(lambda: sf.to_tier(params, "tape")),  # type: ignore[arg-type]
+        told(lambda: sf.to_tier("disk", params)),
+        told(lambda: sf.to_tier(elsewhere, "disk")),
+        told(lambda: sf.to_tier(blocked, "disk")),
+        told(lambda: sf.to_tier(meta, "disk")),
+        told(lambda: sf.to_tier(twice, "disk")),
+        told(lambda: torch.func.grad(lambda p: sf.to_tier(p, "disk")["embed"].values.sum())(params)),
     ]
 
 
@@ -85,8 +85,11 @@ def refusals(scratch: Path) -> list[str]:
 def test_what_cannot_be_put_is_told(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SHARDFN_SCRATCH", raising=False)
     tier, turned, nowhere, folder, meta, twice, transform = world.run(refusals, tmp_path)[0]
-    assert tier == 'ValueError: put: tier=\'tape\'; a tier is "device", "host" or "disk"'
-    assert turned == "TypeError: put('disk', ...): the tree comes first, and its tier after it: put(params, 'disk')"
+    assert tier == 'ValueError: to_tier: tier=\'tape\'; a tier is "device", "host" or "disk"'
+    assert (
+        turned
+        == "TypeError: to_tier('disk', ...): the tree comes first, and its tier after it: to_tier(params, 'disk')"
+    )
     assert nowhere.startswith("ValueError: values are to be on disk, but the folder is unknown: pass a folder")
     assert folder.startswith("FileExistsError: ")
     assert "no file for values can be made in" in folder
@@ -100,9 +103,9 @@ def one_at_a_time(scratch: Path) -> list[float]:
     """MB of its own that moving 8 shards of 8 MB each to disk takes, and of pages that stay."""
     mesh = sf.make_mesh(device="cpu", scratch=scratch, shard=1)
     params = sf.shard({"blocks": [torch.full((2**21,), float(i)) for i in range(8)]}, mesh, sf.full_shard("shard"))
-    sf.put(params["blocks"][0], "disk")
+    sf.to_tier(params["blocks"][0], "disk")
     kept: list[Any] = []
-    own, of_files = grown(lambda: kept.append(sf.put(params, "disk")))
+    own, of_files = grown(lambda: kept.append(sf.to_tier(params, "disk")))
     return [own, of_files, pages_of(scratch)]
 
 
@@ -171,8 +174,8 @@ def printed(scratch: Path) -> list[str]:
     params = sf.shard({"w": torch.ones(64)}, mesh, sf.full_shard("shard"))
     away = sf.shard({"w": torch.ones(64)}, mesh, sf.full_shard("shard").with_tiers(params="disk", state="host"))
     return [
-        str(params["w"].layout), str(away["w"].layout), repr(away["w"]), repr(sf.put(params["w"], "disk")),
-        repr(sf.put(away["w"], "device")),
+        str(params["w"].layout), str(away["w"].layout), repr(away["w"]), repr(sf.to_tier(params["w"], "disk")),
+        repr(sf.to_tier(away["w"], "device")),
     ]  # fmt: skip
 
 

@@ -72,7 +72,7 @@ def ways(n: int, strategy: sf.Strategy) -> dict[str, float]:
         "no prefetch": sf.grad(lambda p: loss(p, prefetch=0))(flat),
         "layers twice": optree.tree_map(lambda g: g / 2, sf.grad(lambda p: loss(p) + loss(p))(flat)),
     }
-    for defer in ("nothing", "replicas", "everything"):
+    for defer in ("nothing", "replicas", "all"):
         found[f"accumulate, {defer}"] = sf.accumulate(loss, parts, defer=defer)(flat)[1]
     return {name: relative(sf.unshard(got), want) for name, got in found.items()}
 
@@ -152,7 +152,7 @@ def in_dirty_memory(width: int, transports: dict[str, str]) -> tuple[dict[str, f
         for name in ("ddp", "zero1", "full_shard", "hybrid_shard", "hfsdp", "hpz", "optimizer cut within nodes"):
             flat = sf.shard(ps, mesh, (STRATEGIES | OWN)[name])
             found = {"value_and_grad": sf.grad(lambda p: loss(p, mine))(flat)}
-            for defer in ("replicas", "everything"):
+            for defer in ("replicas", "all"):
                 found[defer] = sf.accumulate(loss, mine.tensor_split(2), defer=defer)(flat)[1]
             for way, got in found.items():
                 off[f"{name}, {way}"] = relative(sf.unshard(got), want)
@@ -293,7 +293,7 @@ def test_every_strategy_is_in_the_tables() -> None:
 
 
 def mixed(n: int) -> dict[str, Any]:
-    small = sf.uncut(sf.full_shard(DATA), below=10)
+    small = sf.replicate_small(sf.full_shard(DATA), below=10)
 
     def rule(path: str, shape: tuple[int, ...]) -> sf.Placement:
         if path.startswith("blocks.2") and len(shape) == 2:
@@ -353,11 +353,11 @@ def test_a_rule_that_is_wrong_is_refused_on_every_rank(world: World) -> None:
 
 
 def test_uncut_takes_a_strategy() -> None:
-    rule = sf.uncut(lambda path, shape: sf.full_shard(path), below=5)
+    rule = sf.replicate_small(lambda path, shape: sf.full_shard(path), below=5)
     assert rule("a", (2, 3)) == sf.full_shard("a")
     assert rule("a", (2, 2)) == sf.ddp("a")
     with pytest.raises(TypeError, match="'full_shard' is not a strategy"):
-        sf.uncut("full_shard", below=5)  # type: ignore[arg-type]
+        sf.replicate_small("full_shard", below=5)  # type: ignore[arg-type]
 
 
 # --- names ---

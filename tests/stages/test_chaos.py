@@ -36,13 +36,13 @@ STRATEGIES: dict[str, sf.Strategy] = {
         for name in ("full_shard", "shard_grad_op", "hybrid_shard", "hfsdp", "hpz", "mics")
     },
     "step": sf.full_shard(DATA).with_reshard("step"),
-    "uncut": sf.uncut(sf.hybrid_shard(shard="shard", replica="replica"), below=20),
+    "uncut": sf.replicate_small(sf.hybrid_shard(shard="shard", replica="replica"), below=20),
 }
 OPTIONS: list[dict[str, Any]] = [
     {}, {"remat": True}, {"reshard": False}, {"prefetch": 0}, {"prefetch": 2}, {"remat": True, "prefetch": 2},
     {"remat": True, "prefetch": 0},
 ]  # fmt: skip
-WAYS = ["value_and_grad", "backward", "nothing", "replicas", "everything"]
+WAYS = ["value_and_grad", "backward", "nothing", "replicas", "all"]
 
 
 def head(p: Any, x: Tensor) -> Tensor:

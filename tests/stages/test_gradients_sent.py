@@ -30,7 +30,7 @@ PLACES: dict[str, tuple[Any, tuple[str, ...], dict[str, Any]]] = {
     "full_shard": (STRATEGIES["full_shard"], DATA, {}),
     "hybrid_shard": (STRATEGIES["hybrid_shard"], DATA, {}),
     "three hops": (SPLIT, THREE, {}),
-    "in 8 bits": (STRATEGIES["full_shard"], DATA, {"reduce": sf.quant.int8(16)}),
+    "in 8 bits": (STRATEGIES["full_shard"], DATA, {"reduce_format": sf.quant.int8(16)}),
 }
 
 
@@ -77,7 +77,7 @@ def deferred(device: Any, place: str, defer: Any) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("defer", ["nothing", "replicas", "everything"])
+@pytest.mark.parametrize("defer", ["nothing", "replicas", "all"])
 @pytest.mark.parametrize("place", PLACES)
 def test_memory_stays_until_the_last_hop_has_read_it(place: str, defer: str) -> None:
     assert on_device(deferred, place, defer) == []
@@ -184,7 +184,7 @@ def graphed(device: Any, place: str) -> Any:
         pairs = zip(leaves, grads, strict=True)
         return optree.tree_unflatten(tree, [x.detach() if g is None else (x - 0.1 * g).detach() for x, g in pairs])
 
-    graph, params = sf.graphed(step), s.params
+    graph, params = sf.cuda_graph(step), s.params
     for _ in range(6):
         params = graph(params, s.x)
     return device.operations["replay"], device.races

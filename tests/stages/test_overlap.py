@@ -138,7 +138,9 @@ def beside(**options: Any) -> tuple[int, int, list[int]]:
 
 
 def test_few_bits_are_encoded_and_decoded_beside_what_computes() -> None:
-    ((many, computing, before),) = world(1, "alone").run(beside, gather=quant.int8(16), reduce=quant.int8(16))
+    ((many, computing, before),) = world(1, "alone").run(
+        beside, gather_format=quant.int8(16), reduce_format=quant.int8(16)
+    )
     assert (many > 100, computing) == (True, 0)
     assert before == [0, 0, 0, 1, 2]  # there is scratch memory for two
 
@@ -170,10 +172,10 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("taken_in_turn", {"prefetch": 2, "remat": True}),
     ("as_given", {"reshard": False}),
     ("as_given", {"reshard": "step"}),
-    ("as_given", {"gather": quant.int8(16)}),
-    ("taken_in_turn", {"gather": quant.fp8_e4m3(16), "remat": True}),
-    ("as_given", {"reduce": quant.int8(16)}),
-    ("computed", {"gather": quant.nf4(16), "reduce": quant.int4(16)}),
+    ("as_given", {"gather_format": quant.int8(16)}),
+    ("taken_in_turn", {"gather_format": quant.fp8_e4m3(16), "remat": True}),
+    ("as_given", {"reduce_format": quant.int8(16)}),
+    ("computed", {"gather_format": quant.nf4(16), "reduce_format": quant.int4(16)}),
 ]
 
 

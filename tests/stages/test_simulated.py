@@ -71,16 +71,16 @@ OPTIMIZERS: dict[str, Callable[[], so.Optimizer]] = {
     "adamw8bit": lambda: so.adamw8bit(1e-3),
     "adamw, bfloat16 state": lambda: so.adamw(1e-3, state_dtype=torch.bfloat16),
     "ema": lambda: so.ema(so.adamw(1e-3), 0.9),
-    "accumulate": lambda: so.accumulate(so.adamw(1e-3), 2),
+    "accumulate": lambda: so.multi_steps(so.adamw(1e-3), 2),
     "shard_state": lambda: so.shard_state(so.adamw(1e-3), "replica"),
     "skip_nonfinite": lambda: so.skip_nonfinite(so.adamw(1e-3)),
-    "loss_scaled": lambda: so.loss_scaled(so.adamw(1e-3)),
+    "dynamic_loss_scale": lambda: so.dynamic_loss_scale(so.adamw(1e-3)),
 }
 
 WAITS: dict[str, int] = {
     # whether to skip is decided on the host, for all parameters at once
     "optimizer, skip_nonfinite": 1,
-    "optimizer, loss_scaled": 1,
+    "optimizer, dynamic_loss_scale": 1,
     "norms as numbers": 1,
     "a loss that is printed": 1,
     "staging": 1,
@@ -265,7 +265,7 @@ def mixing(mesh: Any, **options: Any) -> Step:
 
     def loss(e: Tensor, gate: Tensor) -> Tensor:
         routing = parallel.route(x, gate, 1)
-        out = parallel.mixture(lambda p, x: x @ p, e, x, routing, "shard", **options)
+        out = parallel.mixture_of_experts(lambda p, x: x @ p, e, x, routing, "shard", **options)
         return out.sum() + parallel.balance_loss(routing, DATA) + parallel.router_loss(routing, DATA)
 
     step = mapped(mesh, sf.grad(loss, (0, 1)), e, gate)
@@ -336,7 +336,7 @@ def cases() -> dict[str, Callable[[Any], Step]]:
         found[f"dropout, remat={remat}"] = partial(dropping, remat=remat)
     for how in ("hvp", "reverse over reverse", "func.grad"):
         found[how] = partial(transformed, how=how)
-    for defer in ("nothing", "replicas", "everything"):
+    for defer in ("nothing", "replicas", "all"):
         found[f"accumulate, {defer}"] = partial(accumulating, defer=defer)
     for name in OPTIMIZERS:
         found[f"optimizer, {name}"] = partial(optimizing, name=name)

@@ -33,7 +33,7 @@ OPTIMIZERS: dict[str, Callable[[], so.Optimizer]] = {
     **optimizers_named("adamw, adamw8bit, muon, soap"),
     "clipped": lambda: so.chain(so.clip_by_global_norm(0.1), so.sgd(0.1, momentum=0.9)),
     "shard_state": lambda: so.shard_state(so.adamw(1e-2), "replica"),
-    "loss_scaled": lambda: so.loss_scaled(so.adamw(1e-2)),
+    "dynamic_loss_scale": lambda: so.dynamic_loss_scale(so.adamw(1e-2)),
 }
 TIERS: list[dict[str, Any]] = [
     {"params": "host"},

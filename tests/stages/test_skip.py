@@ -67,7 +67,7 @@ WAYS: dict[str, Any] = {
     "value_and_grad": lambda loss, flat: sf.value_and_grad(lambda ps: loss(ps, ""))(flat)[1],
     "value_and_grad, added": lambda loss, flat: sf.value_and_grad(lambda ps: loss(ps, "added"))(flat)[1],
     "accumulate": lambda loss, flat: sf.accumulate(lambda ps, b: loss(ps, b) / 2, ["", "in place"])(flat)[1],
-    "accumulate, all put off": lambda loss, flat: sf.accumulate(loss, [""], defer="everything")(flat)[1],
+    "accumulate, all put off": lambda loss, flat: sf.accumulate(loss, [""], defer="all")(flat)[1],
     "backward": lambda loss, flat: by_backward(lambda ps: loss(ps, "added"), flat)[1],
     "backward, in place": lambda loss, flat: by_backward(lambda ps: loss(ps, "in place"), flat)[1],
     "torch.func.grad": lambda loss, flat: torch.func.grad(lambda ps: loss(ps, "added"))(flat),
@@ -268,7 +268,7 @@ def test_a_module_that_skips_a_layer_runs_as_plain_torch() -> None:
     assert grads["second.weight"] is not None
     assert not grads["second.weight"].any()
     want = module(x).detach()
-    model = interop.functional(module, small=2**62)  # loose
+    model = interop.functional(module, min_stage_params=2**62)  # loose
     assert model(model.tree, x).equal(want)
 
 

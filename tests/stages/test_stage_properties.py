@@ -133,8 +133,8 @@ OPTIONS = st.fixed_dictionaries(
         "remat": st.sampled_from([True, False, "offload"]),
         "reshard": st.booleans(),
         "prefetch": st.integers(0, 3),
-        "gather": st.just(LOSSLESS),
-        "reduce": st.just(LOSSLESS),
+        "gather_format": st.just(LOSSLESS),
+        "reduce_format": st.just(LOSSLESS),
     },
 )
 FLOATS = draws.tensors(draws.shapes(min_size=0, max_size=4), dtype=torch.float64)

@@ -181,7 +181,7 @@ def races_after_a_failure(device: Any, owner: Any, name: str, at: int, step: Ste
 
 def encoding_fails(device: Any, mesh: Any, x: Tensor) -> list[Any]:
     params = sf.shard([{"w": torch.ones(WIDTH, WIDTH)} for _ in range(3)], mesh, sf.full_shard("shard"))
-    step = stepping(mesh, in_turn(sf.stage(layer, reduce=quant.int8(16))))
+    step = stepping(mesh, in_turn(sf.stage(layer, reduce_format=quant.int8(16))))
     return races_after_a_failure(device, compressed.Wire, "write", 1, step, params, x)
 
 

@@ -959,7 +959,7 @@ def in_a_graph() -> list[float]:
     """Evaluations by a graph beside those without one; what the pool has does not matter to the graph."""
     flat, staged = sharded(tree()), sf.stage(linear)
 
-    @sf.graphed
+    @sf.cuda_graph
     def step(params: Any, x: Tensor) -> Any:
         with torch.no_grad():
             for p in sf.layers(params):

@@ -135,7 +135,7 @@ def test_memory_that_a_graph_uses_must_not_be_freed() -> None:
 
 def frozen() -> tuple[list[float], list[float]]:
     """The parameters after each step of an optimizer with a schedule, without a graph, and in a plain one."""
-    optimizer, found = so.sgd(so.linear(0.1, warmup=4, steps=9)), []
+    optimizer, found = so.sgd(so.warmup_linear(0.1, warmup=4, steps=9)), []
     with simulated(values=True):
         for graph in (False, True):
             params, grads = {"w": torch.ones(1, device="sim")}, {"w": torch.ones(1, device="sim")}

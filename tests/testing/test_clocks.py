@@ -256,7 +256,7 @@ def trained(mutant: str, mutate: bool) -> list[str]:
 
         if mutate:
             change(patch)
-        summed = sf.accumulate(lambda params, _: loss(params), [x, x], defer="everything")
+        summed = sf.accumulate(lambda params, _: loss(params), [x, x], defer="all")
         for _ in range(3):
             sf.value_and_grad(loss)(params)
             summed(params)

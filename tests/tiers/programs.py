@@ -123,8 +123,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "prefetch of three": {"prefetch": 3},
     "gathered in float32": {"gather_dtype": torch.float32, "input_dtype": torch.float32, "output_dtype": torch.float64},
     "reduced in float32": {"reduce_dtype": torch.float32},
-    "gathered in int8": {"gather": quant.int8()},
-    "reduced in int8": {"reduce": quant.int8()},
+    "gathered in int8": {"gather_format": quant.int8()},
+    "reduced in int8": {"reduce_format": quant.int8()},
     "remat with prefetch of three": {"remat": True, "prefetch": 3},
 }
 for _name, _options in OPTIONS.items():
@@ -179,7 +179,7 @@ def accumulated(mesh: Any, strategy: Any, defer: Any) -> Any:
     return values, sf.unshard(ps)
 
 
-for _defer in ("nothing", "replicas", "everything"):
+for _defer in ("nothing", "replicas", "all"):
     PROGRAMS[f"accumulate, deferring {_defer}"] = partial(accumulated, defer=_defer)
 
 
@@ -378,7 +378,7 @@ def changed_to_new_tensors_between_steps(mesh: Any, strategy: Any) -> Any:
         ps, state = optimizer.step(ps, grads, state)
         ps = optree.tree_map(lambda x: x * 2, ps)
         state = optree.tree_map(lambda x: x * 0.5 if isinstance(x, Tensor) else x, state)
-        state = sf.put(state, strategy.tiers.state)
+        state = sf.to_tier(state, strategy.tiers.state)
     return sf.unshard(ps)
 
 
@@ -463,7 +463,7 @@ def partitioned_and_combined(mesh: Any, strategy: Any) -> Any:
 
 @program
 def scaled_loss(mesh: Any, strategy: Any) -> Any:
-    return trained(mesh, strategy, so.loss_scaled(so.adamw(1e-2), scale=1.0))
+    return trained(mesh, strategy, so.dynamic_loss_scale(so.adamw(1e-2), scale=1.0))
 
 
 @program

@@ -95,7 +95,7 @@ def test_programs_give_the_same_bits_on_tiers(world: World, group: int, tmp_path
 
 @pytest.mark.parametrize("size", [1, 4])
 def test_some_programs_on_one_rank_and_on_four(size: int, tmp_path: Path) -> None:
-    names = ("everything", "accumulate, deferring everything", "changed in place between steps", "state cut further")
+    names = ("everything", "accumulate, deferring all", "changed in place between steps", "state cut further")
     cases = [(name, strategy, ["everything"]) for name in names for strategy in ("hfsdp", "hpz")]
     assert shared_world(size).run(all_of, cases, size, str(tmp_path)) == [[]] * size
 

@@ -19,7 +19,7 @@ from tests.reference import worst
 jvp: Any = torch.func.jvp  # whose types say that it always returns aux
 
 D, DEPTH = 4, 3
-DEFERS = ["nothing", "replicas", "everything"]
+DEFERS = ["nothing", "replicas", "all"]
 UNEVEN = [1, 4, 2, 1]
 
 
@@ -284,7 +284,7 @@ def test_no_micro_batch_is_refused(batches: Any) -> None:
 def test_misuse_is_refused() -> None:
     x = [torch.ones(2)]
     with pytest.raises(ValueError, match="defer"):
-        sf.accumulate(lambda p, x: (p * x).sum(), x, defer="all")(torch.ones(2))  # type: ignore[arg-type]
+        sf.accumulate(lambda p, x: (p * x).sum(), x, defer="everything")(torch.ones(2))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="0-d"):
         sf.accumulate(lambda p, x: p * x, x)(torch.ones(2))
     with pytest.raises(TypeError, match="has_aux"):
@@ -344,7 +344,7 @@ def counted(defer: Any, k: int) -> Any:
     return log.count(op="reduce_scatter"), log.count(op="all_reduce"), log.count(op="all_gather", backward=False)
 
 
-@pytest.mark.parametrize(("defer", "scatters", "sums"), [("nothing", 3, 3), ("replicas", 3, 1), ("everything", 1, 1)])
+@pytest.mark.parametrize(("defer", "scatters", "sums"), [("nothing", 3, 3), ("replicas", 3, 1), ("all", 1, 1)])
 @pytest.mark.parametrize("world", [(4, "processes"), (4, "threads")], indirect=True, ids=["4", "4-threads"])
 def test_what_is_put_off_moves_once(world: World, defer: Any, scatters: int, sums: int) -> None:
     gathers = 3 * DEPTH - 2  # where the next forward begins with what backward ended with

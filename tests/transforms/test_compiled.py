@@ -173,10 +173,10 @@ PROGRAMS: dict[str, Callable[[], Setting]] = {
     "policy": lambda: of_blocks(remat=[torch.ops.aten.mm.default]),
     "policy, dropout": lambda: of_blocks(function=dropped, remat=[torch.ops.aten.mm.default]),
     "defers nothing": lambda: of_blocks("hybrid_shard", accumulated={"micro": 2, "defer": "nothing"}),
-    "defers everything": lambda: of_blocks("hybrid_shard", accumulated={"micro": 2, "defer": "everything"}),
-    "gathers in few bits": lambda: of_blocks(gather=LOSSLESS),
-    "few bits": lambda: of_blocks("hpz", gather=LOSSLESS, reduce=LOSSLESS),
-    "int8": lambda: of_blocks("hybrid_shard", gather=sf.quant.int8(), reduce=sf.quant.int8()),
+    "defers everything": lambda: of_blocks("hybrid_shard", accumulated={"micro": 2, "defer": "all"}),
+    "gathers in few bits": lambda: of_blocks(gather_format=LOSSLESS),
+    "few bits": lambda: of_blocks("hpz", gather_format=LOSSLESS, reduce_format=LOSSLESS),
+    "int8": lambda: of_blocks("hybrid_shard", gather_format=sf.quant.int8(), reduce_format=sf.quant.int8()),
     "mixed": lambda: of_blocks(dtype=torch.float32, gather_dtype=torch.bfloat16, input_dtype=torch.bfloat16,
                                output_dtype=torch.float32, reduce_dtype=torch.float32),
     "normed": lambda: of_blocks(function=normed),
@@ -191,10 +191,10 @@ PROGRAMS: dict[str, Callable[[], Setting]] = {
         for name, make in optimizers_named("adamw8bit, adafactor, lamb, muon, averaged").items()
     },
     "skips steps": lambda: of_blocks(optimizer=lambda: so.chain(spoiled(0, 3), so.skip_nonfinite(so.adamw(1e-2)))),
-    "scaled": lambda: of_blocks("zero1", optimizer=lambda: so.chain(spoiled(2, 3), so.loss_scaled(
-        so.master(so.ema(so.adamw(1e-2, donate=False), 0.9)), scale=4.0, every=1))),
-    "skips in turn": lambda: of_blocks(optimizer=lambda: so.chain(
-        spoiled(0, 1), so.skip_nonfinite(so.loss_scaled(so.skip_nonfinite(so.sgd(0.1, momentum=0.9)), scale=3.0)))),
+    "scaled": lambda: of_blocks("zero1", optimizer=lambda: so.chain(spoiled(2, 3), so.dynamic_loss_scale(
+        so.fp32_master_weights(so.ema(so.adamw(1e-2, donate=False), 0.9)), scale=4.0, growth_interval=1))),
+    "skips in turn": lambda: of_blocks(optimizer=lambda: so.chain(spoiled(0, 1), so.skip_nonfinite(
+        so.dynamic_loss_scale(so.skip_nonfinite(so.sgd(0.1, momentum=0.9)), scale=3.0)))),
     "frozen matrices": lambda: of_blocks(frozen=r".*\.up"),
     "shard_state": lambda: of_blocks("hybrid_shard", optimizer=lambda: so.shard_state(so.adamw(1e-2), "replica")),
     "frozen": lambda: of_blocks(optimizer=lambda: so.sgd(0.1, momentum=0.9), frozen=r".*\.b"),
@@ -1192,7 +1192,8 @@ def unlike(transform: str, name: str) -> list[str]:
 
 @pytest.mark.central
 @pytest.mark.parametrize(
-    ("transform", "name"), [*(("compile", name) for name in UNLIKE), ("graphed", "first"), ("graphed", "structure")]
+    ("transform", "name"),
+    [*(("compile", name) for name in UNLIKE), ("cuda_graph", "first"), ("cuda_graph", "structure")],
 )
 def test_a_kind_of_arguments_that_is_new_to_one_rank_is_an_error_on_all(transform: str, name: str) -> None:
     with World(2, deadline=60) as fresh:
@@ -1797,7 +1798,7 @@ def looped() -> list[Any]:
             for steps in (4, 8):
                 begun = optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (params, moments))
                 (ended, _), _ = sf.run.loop(
-                    step, begun, functools.partial(_from, batches), steps=steps, save=folder, every=2
+                    step, begun, functools.partial(_from, batches), steps=steps, save=folder, save_every=2
                 )
         found.append(optree.tree_leaves(ended))
     return found

@@ -79,7 +79,7 @@ def test_a_program_on_a_device_is_the_step_without_a_race_or_a_wait(four: list[A
 
 def on_streams(store: str, training: str, evaluating: str, ordered: bool) -> Any:
     """Losses, and races, of a step and of an evaluation on another stream, by programs of these kinds."""
-    kinds: dict[str, Callable[[Any], Any]] = {"plain": lambda f: f, "compile": sf.compile, "graphed": sf.graphed}
+    kinds: dict[str, Callable[[Any], Any]] = {"plain": lambda f: f, "compile": sf.compile, "graphed": sf.cuda_graph}
     with rank_of(store, 2) as device:
         module, (step, params, state) = torch.get_device_module(device.name), of_blocks()
         copies = copied(params)
@@ -179,7 +179,7 @@ def indexed(store: str, transform: Callable[[Any], Any]) -> str:
         return "no error"
 
 
-@pytest.mark.parametrize("transform", [sf.compile, sf.graphed])
+@pytest.mark.parametrize("transform", [sf.compile, sf.cuda_graph])
 def test_indices_from_the_cpu_are_refused(tmp_path: Any, transform: Any) -> None:
     found = world(1, "alone").with_deadline(60).run(indexed, str(tmp_path / "store"), transform)[0]
     assert "(step): the step copies indices from the CPU to sim at" in found

@@ -101,7 +101,7 @@ HOW: dict[str, dict[str, Any]] = {
     "kept": {"options": {"reshard": False}},
     "far ahead": {"options": {"prefetch": 2}},
     "offload": {"options": {"remat": "offload"}},
-    "scatters put off": {"defer": "everything"},
+    "scatters put off": {"defer": "all"},
     "nothing put off": {"defer": "nothing"},
     "aux": {"has_aux": True},
     "outside of shard_map": {"scoped": False},

@@ -44,13 +44,15 @@ OPTIMIZERS: dict[str, Callable[[], so.Optimizer]] = {
     "adamw, clipped": lambda: so.chain(so.clip_by_global_norm(0.1), so.adamw(1e-2)),
 }
 OTHERS: dict[str, Callable[[], so.Optimizer]] = {
-    "sgd, linear": lambda: so.sgd(so.linear(0.1, warmup=2, steps=7)),
+    "sgd, linear": lambda: so.sgd(so.warmup_linear(0.1, warmup=2, steps=7)),
     "adam, pure": lambda: so.adam(so.wsd(1e-2, warmup=3, decay=3, steps=8), donate=False),
     "lion, own schedule": lambda: so.lion(lambda step: 1e-2 / step),
     **optimizers_named("adamw8bit, muon, averaged"),
     "shard_state": lambda: so.shard_state(so.adamw(1e-2), "replica"),
     "skips steps": lambda: so.chain(spoiled(0, 1, 4, 6), so.skip_nonfinite(so.adamw(1e-2))),
-    "scaled": lambda: so.chain(spoiled(0, 5), so.loss_scaled(so.sgd(0.1, momentum=0.9), scale=4.0, every=2)),
+    "scaled": lambda: so.chain(
+        spoiled(0, 5), so.dynamic_loss_scale(so.sgd(0.1, momentum=0.9), scale=4.0, growth_interval=2)
+    ),
 }
 PROGRAMS = {
     **{f"{p}, {o}": (p, o) for p in list(PLACEMENTS)[:4] for o in OPTIMIZERS},
@@ -118,7 +120,7 @@ def trained(device: str, placement: str, optimizer: so.Optimizer, ranks: tuple[i
     mesh = sf.make_mesh(replica=ranks[0], shard=ranks[1], device=device)
     params, losses = sf.shard(whole(), mesh, STRATEGIES[strategy]), []
     layer = sf.stage(block, **options)
-    state, step = optimizer.init(params), sf.graphed(step_of(mesh, optimizer, layer))
+    state, step = optimizer.init(params), sf.cuda_graph(step_of(mesh, optimizer, layer))
 
     @sf.shard_map(mesh=mesh, in_specs=..., out_specs=...)
     def evaluated(params: Any, x: Tensor) -> Tensor:
@@ -174,9 +176,9 @@ def test_on_the_cpu_a_graphed_step_runs_as_it_is(name: str) -> None:
 # --- one rank: what a graph does with arguments and results ---
 
 Run = Callable[[str], Any]
-toy, repeated = functools.partial(steps.toy, sf.graphed), functools.partial(steps.repeated, sf.graphed)
+toy, repeated = functools.partial(steps.toy, sf.cuda_graph), functools.partial(steps.repeated, sf.cuda_graph)
 counter, alternating, powers, used_again = (
-    functools.partial(f, sf.graphed) for f in (steps.counter, steps.alternating, steps.powers, steps.used_again)
+    functools.partial(f, sf.cuda_graph) for f in (steps.counter, steps.alternating, steps.powers, steps.used_again)
 )
 
 
@@ -190,7 +192,7 @@ def growing(device: str) -> Any:
         return torch.cat([state, state[:1]]) if next(calls) > 2 else state + 1
 
     calls = itertools.count(1)
-    run, state = sf.graphed(step, mesh=sf.make_mesh(shard=1, device=device)), data(device=device)
+    run, state = sf.cuda_graph(step, mesh=sf.make_mesh(shard=1, device=device)), data(device=device)
     for _ in range(5):
         state = run(state)
 
@@ -207,7 +209,7 @@ def remembered(device: str) -> Any:
         params["w"].add_(x)
         return params["w"].sum()
 
-    run = sf.graphed(step, mesh=sf.make_mesh(shard=1, device=device))
+    run = sf.cuda_graph(step, mesh=sf.make_mesh(shard=1, device=device))
     for i in range(6):
         run(params, data(i, device=device))
 
@@ -216,7 +218,7 @@ def staged(layer: Callable[..., Tensor], device: str, **options: Any) -> Any:
     mesh = sf.make_mesh(replica=1, shard=1, device=device)
     params = sf.shard(whole(), mesh, sf.full_shard("shard").with_tiers(**options.pop("tiers", {})))
     optimizer = so.sgd(0.1)
-    state, step = optimizer.init(params), sf.graphed(step_of(mesh, optimizer, sf.stage(layer, **options)))
+    state, step = optimizer.init(params), sf.cuda_graph(step_of(mesh, optimizer, sf.stage(layer, **options)))
     for x in batches(1):
         params, state, _ = step(params, state, x[0].to(device))
 
@@ -253,7 +255,7 @@ def in_a_transform(device: str) -> Any:
 
 
 def many_shapes(device: str) -> Any:
-    run = sf.graphed(lambda x: x * 2, mesh=sf.make_mesh(shard=1, device=device))
+    run = sf.cuda_graph(lambda x: x * 2, mesh=sf.make_mesh(shard=1, device=device))
     for rows in range(1, 12):
         run(data(rows=rows, device=device))
 
@@ -269,12 +271,12 @@ def passed_again(device: str) -> Any:
 REFUSED: dict[str, tuple[Run, str]] = {
     "a number is read": (
         lambda d: repeated(d, lambda w, x: w.sum().item()),
-        r"graphed\(step\): the host reads a result, by aten::_local_scalar_dense, at .*test_graphed.py:\d+",
+        r"cuda_graph\(step\): the host reads a result, by aten::_local_scalar_dense, at .*test_graphed.py:\d+",
     ),
     "a branch on a number": (lambda d: repeated(d, lambda w, x: 1 if w.sum() > 0 else 0), "the host reads a result"),
     "a size that depends on numbers": (lambda d: repeated(d, lambda w, x: w[w > 0].sum()), "the host reads a result"),
     "the optimizer counts on the host": (
-        lambda d: repeated(d, lambda w, x: 0, optimizer=so.accumulate(so.sgd(0.1), 2)),
+        lambda d: repeated(d, lambda w, x: 0, optimizer=so.multi_steps(so.sgd(0.1), 2)),
         "state.optimizer.step is 1, and was 0: .* The step returned it as it was, at first",
     ),
     "a schedule by the math module": (
@@ -370,7 +372,7 @@ def test_a_program_shows_its_errors_on_the_cpu(name: str) -> None:
 
 def dropped_out(device: str) -> list[list[float]]:
     torch.manual_seed(0)
-    run = sf.graphed(lambda x: F.dropout(x, 0.5), mesh=sf.make_mesh(shard=1, device=device))
+    run = sf.cuda_graph(lambda x: F.dropout(x, 0.5), mesh=sf.make_mesh(shard=1, device=device))
     x = torch.ones(64, dtype=torch.float64).to(device)
     return [run(x).cpu().tolist() for _ in range(6)]
 
@@ -393,10 +395,13 @@ def of_two_lengths(device: str) -> tuple[Any, Any]:
     """The numbers of steps whose batches have one length or another, and of the same steps without graphs."""
     found = []
     for graph in (True, False):
-        mesh, optimizer = sf.make_mesh(replica=1, shard=1, device=device), so.adamw(so.linear(1e-2, warmup=3, steps=20))
+        mesh, optimizer = (
+            sf.make_mesh(replica=1, shard=1, device=device),
+            so.adamw(so.warmup_linear(1e-2, warmup=3, steps=20)),
+        )
         params, losses = sf.shard(whole(), mesh, sf.full_shard("shard")), []
         state, step = optimizer.init(params), step_of(mesh, optimizer, sf.stage(block))
-        step = sf.graphed(step) if graph else step
+        step = sf.cuda_graph(step) if graph else step
         for x in batches(1, lambda i: ROWS + i % 2, 14):
             params, state, value = step(params, state, x[0].to(device))
             losses.append(value)
@@ -420,7 +425,7 @@ def test_a_new_shape_gets_a_graph_of_its_own() -> None:
 @plainly
 def restored(device: str) -> tuple[list[float], list[float]]:
     """The losses of steps 2 to 6, and again from the parameters and the state of step 2, whose count is a number."""
-    step, params, state = toy(device, optimizer=so.adam(so.linear(0.1, warmup=3, steps=9)))
+    step, params, state = toy(device, optimizer=so.adam(so.warmup_linear(0.1, warmup=3, steps=9)))
     found: list[list[float]] = []
     for i in range(2):
         params, state, _ = step(params, state, data(i, device=device))
@@ -451,7 +456,7 @@ def test_a_state_from_elsewhere_is_copied_in_and_its_numbers_too(kind: str) -> N
 def swapped(device: str) -> list[float]:
     """Two arguments that a step returns in each other's place, as the program passes them back."""
     a, b = data(device=device), data(5, device=device)
-    run = sf.graphed(lambda a, b: (b + 1, a * 2), mesh=sf.make_mesh(shard=1, device=device))
+    run = sf.cuda_graph(lambda a, b: (b + 1, a * 2), mesh=sf.make_mesh(shard=1, device=device))
     for i in range(8):
         x, y = run(a, b)
         a, b = (y, x) if i > 3 else (x, y)
@@ -480,7 +485,7 @@ def beside_eager_calls(reshard: Any) -> Any:
         params, others = (sf.shard(whole(), mesh, sf.full_shard("shard")) for _ in range(2))
         layer, x = sf.stage(block, gather_dtype=torch.float32, reshard=reshard), batches(1)[0][0].float()
         loss, x = loss_of(layer), x.to(device.name)
-        graph = sf.graphed(sf.shard_map(loss, mesh=mesh, in_specs=..., out_specs=...))
+        graph = sf.cuda_graph(sf.shard_map(loss, mesh=mesh, in_specs=..., out_specs=...))
         others = optree.tree_map(lambda x: x + 1, others)
 
         @sf.shard_map(mesh=mesh, in_specs=..., out_specs=...)
@@ -512,7 +517,7 @@ def looked_up() -> str:
         def sums(table: Tensor, tokens: Tensor) -> Tensor:
             return parallel.embedding(tokens, table, "tensor").sum()
 
-        run = sf.graphed(sums, mesh=mesh)
+        run = sf.cuda_graph(sums, mesh=mesh)
         for i in range(6):
             run(table, torch.tensor([0, 9 if i == 5 else 3]).to(device.name))
         torch.get_device_module(device.name).synchronize()
@@ -538,7 +543,7 @@ def products(device: str) -> list[float]:
 
         return sf.jvp(sf.grad(loss), (params,), (v,))[1]
 
-    run, want = sf.graphed(product, mesh=mesh), product(params, v, x)
+    run, want = sf.cuda_graph(product, mesh=mesh), product(params, v, x)
     return [distance(*(sf.unshard(each) for each in (run(params, v, x), want))) for _ in range(6)]
 
 
@@ -574,7 +579,7 @@ def failing(store: str, how: str) -> str:
 
         params = sf.shard(whole(), mesh, sf.full_shard("shard"))
         state, inner = optimizer.init(params), step_of(mesh, optimizer, sf.stage(layer))
-        step = sf.graphed(lambda params, state, x, flag: inner(params, state, x))
+        step = sf.cuda_graph(lambda params, state, x, flag: inner(params, state, x))
         flag = "left" if rank and how == "differs" else "right"
         try:
             for x in batches(2):
@@ -592,7 +597,7 @@ def test_an_error_on_one_rank_is_raised_on_all(tmp_path: Any) -> None:
 
 def test_ranks_that_would_capture_different_steps_are_told(tmp_path: Any) -> None:
     for found in world(2, "alone").with_deadline(100).run(failing, str(tmp_path / "store"), "differs"):
-        assert "ValueError: graphed(<lambda>): the arguments differ between ranks" in found
+        assert "ValueError: cuda_graph(<lambda>): the arguments differ between ranks" in found
         assert "'left'" in found
         assert "'right'" in found
 
@@ -604,7 +609,7 @@ def counted_collectives(graph: bool) -> Any:
         optimizer = so.sgd(0.1)
         params = sf.shard(whole(), mesh, sf.full_shard("shard"))
         state, step = optimizer.init(params), step_of(mesh, optimizer, sf.stage(block))
-        step = sf.graphed(step) if graph else step
+        step = sf.cuda_graph(step) if graph else step
         counts, waits = [], []
         for x in batches(4):
             own = x[0].to(device.name)

@@ -154,7 +154,7 @@ GUIDES: dict[str, Guide] = {
                                 ('strategy.with_tiers(params="host"',)),
     "accelerate-2": Guide(".yaml", HEAD + NEW.format(kept="true"), 0, ("sf.full_shard(", "remat=True")),
     "accelerate-2-kept": Guide(".yaml", HEAD + NEW.format(kept="false"), 0, ("sf.shard_grad_op(",)),
-    "deepspeed-2": Guide(".json", json.dumps(STAGE2), 1, ("sf.zero2(", "loss_scaled"), ("fp16.hysteresis",)),
+    "deepspeed-2": Guide(".json", json.dumps(STAGE2), 1, ("sf.zero2(", "dynamic_loss_scale"), ("fp16.hysteresis",)),
     "deepspeed-auto": Guide(".json", json.dumps(AUTO), 1, ("sf.full_shard(",), ("optimizer.params.lr",)),
     **{f"transformers-{said.replace(' ', '-')}": Guide(".py", hf(fsdp=said, bf16=True, **WHOLE), 0, (cut, *TOKENS))
        for said, cut in (("full_shard", "sf.full_shard("), ("full_shard auto_wrap", "sf.full_shard("),
@@ -176,7 +176,7 @@ GUIDES: dict[str, Guide] = {
         "sf.run.batches(rows, mesh, DATA, 8 * micro_batches * mesh.size(), seed=0)", "steps=100",
     )),
     "transformers-fp16": Guide(".py", hf(fp16=True, weight_decay=0.1, lr_scheduler_type="cosine", **WHOLE), 0, (
-        "sf.ddp(", "so.loss_scaled", "return 0.1 * (len(shape) > 1)", "math.cos",
+        "sf.ddp(", "so.dynamic_loss_scale", "return 0.1 * (len(shape) > 1)", "math.cos",
     )),
     "transformers-epochs": Guide(".py", hf(num_train_epochs=3), 1, ("steps=steps",), ("max_steps",)),
     "transformers-adafactor": Guide(".py", hf(optim="adafactor", max_steps=5), 1, (), ("optim",)),
@@ -198,7 +198,7 @@ GUIDES: dict[str, Guide] = {
                           ("deepspeed_stage_3_offload_nvme", 'scratch="/local_nvme"'),
                           ("ddp_find_unused_parameters_true", "sf.ddp("))},
     **{f"lightning-fp16-{number}": Guide(".py", LIGHTNING.format(strategy=said, precision=bits), 1, (
-        "gather_dtype=torch.float16", "so.loss_scaled(optimizer, every=1000)",
+        "gather_dtype=torch.float16", "so.dynamic_loss_scale(optimizer, growth_interval=1000)",
     ), ("hysteresis", "min_loss_scale")) for number, (said, bits) in enumerate([
         ("DeepSpeedStrategy(stage=3)", "16-mixed"), ("'deepspeed_stage_2'", "16-true"), ("'deepspeed'", "16"),
     ])},

@@ -163,7 +163,7 @@ def test_a_file_that_an_argument_names_is_read(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(AUTO))
     (tmp_path / "a.py").write_text('TrainingArguments("out", deepspeed="ds.json", max_steps=10, fp16=True)')
     found = translate(tmp_path / "a.py")
-    assert "so.loss_scaled(optimizer, every=1000, scale=65536.0)" in found.program
+    assert "so.dynamic_loss_scale(optimizer, growth_interval=1000, scale=65536.0)" in found.program
     assert [row.key for row in found.rows if row.status == "open"] == []
 
 

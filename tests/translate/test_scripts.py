@@ -72,9 +72,9 @@ def test_every_argument_of_a_loader_and_a_scaler_has_a_meaning() -> None:
 def test_a_scaler_scales_unless_it_is_off(tmp_path: Path) -> None:
     text = "fully_shard(model)\nscaler = torch.amp.GradScaler({})"
     found, statuses = translated(tmp_path, text.format("'cuda', growth_interval=100"))
-    assert "so.loss_scaled(optimizer, every=100)" in found.program
+    assert "so.dynamic_loss_scale(optimizer, growth_interval=100)" in found.program
     assert statuses["GradScaler"] == "becomes"
-    assert "loss_scaled" not in translated(tmp_path, text.format("enabled=False"))[0].program
+    assert "dynamic_loss_scale" not in translated(tmp_path, text.format("enabled=False"))[0].program
 
 
 def test_what_one_optimizer_cannot_say_is_missing(tmp_path: Path) -> None:

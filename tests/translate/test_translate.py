@@ -247,7 +247,7 @@ def test_defaults_that_change_results_are_named(tmp_path: Path):
     rows = rows_of(tmp_path / "a.json", '{"fp16": {"enabled": true}, "zero_optimization": {"stage": 0}}')
     assert rows["fp16.hysteresis"].status == rows["fp16.min_loss_scale"].status == "missing"
     program = translate(tmp_path / "a.json").program
-    assert "so.loss_scaled(optimizer, every=1000)" in program
+    assert "so.dynamic_loss_scale(optimizer, growth_interval=1000)" in program
     assert "reduce_dtype=torch.float16" in program
 
 

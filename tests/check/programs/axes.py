@@ -133,7 +133,7 @@ def _mixture(on: On, capacity: int | None) -> Made:
     @sf.stage
     def mixed(p: Any, x: Tensor, e: Any = (), data: Any = ()) -> Any:
         routing = parallel.route(x, p["router"], k=2)
-        y = parallel.mixture(_expert, p["experts"], x, routing, e, capacity=capacity)
+        y = parallel.mixture_of_experts(_expert, p["experts"], x, routing, e, capacity=capacity)
         return x + y, parallel.balance_loss(routing, data) + parallel.router_loss(routing, data)
 
     def loss(params: Any, x: Tensor, e: Any = (), data: Any = ()) -> Tensor:

@@ -90,7 +90,7 @@ def _gpt() -> Any:
 
 def _hugging_face(on: On, **options: Any) -> Made:
     tokens = torch.randint(24, (ROWS, 8), generator=torch.Generator().manual_seed(1))
-    model = interop.functional(_gpt(), small=64, **options)
+    model = interop.functional(_gpt(), min_stage_params=64, **options)
 
     def loss(params: Any, tokens: Tensor, data: Any = ()) -> Tensor:
         logits = model(params, input_ids=tokens).logits[:, :-1].flatten(0, 1)

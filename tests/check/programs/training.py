@@ -120,18 +120,18 @@ def training_with_state_on_the_host(on: On) -> Made:
 @right("processes", shard=2)
 def training_with_lossless_wires(on: On) -> Made:
     """Parameters and gradients as bytes, in a format that loses nothing."""
-    loss = functools.partial(language, gather=LOSSLESS, reduce=LOSSLESS)
+    loss = functools.partial(language, gather_format=LOSSLESS, reduce_format=LOSSLESS)
     return _training(on, sf.full_shard("shard"), _adamw, loss, data="shard")
 
 
 @right("processes", shard=2)
 def training_with_small_parameters_whole(on: On) -> Made:
-    return _training(on, sf.uncut(sf.full_shard("shard"), below=10), _adamw, data="shard")
+    return _training(on, sf.replicate_small(sf.full_shard("shard"), below=10), _adamw, data="shard")
 
 
 @right("processes", shard=2)
 def training_with_steps_that_add_up(on: On) -> Made:
-    return _training(on, sf.full_shard("shard"), lambda: so.accumulate(so.adamw(1e-2), 2), data="shard", steps=4)
+    return _training(on, sf.full_shard("shard"), lambda: so.multi_steps(so.adamw(1e-2), 2), data="shard", steps=4)
 
 
 @right("processes", shard=2)

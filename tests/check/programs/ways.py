@@ -262,7 +262,7 @@ def a_loss_that_is_scaled(on: On) -> Made:
     draw = drawn(134)
     whole, x = {"block": {"w": draw(3, D)}}, draw(ROWS, 3)
     layer = sf.stage(lambda p, x: torch.tanh(x @ p["w"]))
-    opt = so.loss_scaled(so.sgd(0.1), scale=2.0**10)
+    opt = so.dynamic_loss_scale(so.sgd(0.1), scale=2.0**10)
 
     def step(params: Any, state: Any, x: Tensor, data: Any = ()) -> Any:
         def loss(params: Any) -> Tensor:
