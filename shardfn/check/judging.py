@@ -40,6 +40,7 @@ def judged(case: Case) -> list[Finding]:
             case CollectiveCall():
                 reductions.misplaced(case, event)
                 reductions.miscounted(case, event)
+                reductions.gathered_means(case, event)
                 _dropped(case, event)
                 gradients.reduced_by_hand(case, event)
             case Gradient():

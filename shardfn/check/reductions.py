@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Container, Iterator
 
 from shardfn.check.case import OWN_ROWS, Case, may_be, scaled_later
 from shardfn.check.findings import line, named, written
-from shardfn.check.fixes import PRODUCTS
+from shardfn.check.fixes import PRODUCTS, original
 from shardfn.check.trace import CollectiveCall, Counted, Gradient, Mask, reached, union
 from shardfn.check.varying import MEANS, SCALES, bits_of
 
 _SUMS_UP = ("sum", "mean", "expand", "select")
+_MADE_ROW = re.compile(r"(\[None\]|\.(reshape|view)\(1\)|\.unsqueeze\(0\))$")  # so that a number can be gathered
 _ADDS = {"add": "+", "add_": "+", "sub": "-", "sub_": "-"}
 
 
@@ -52,7 +54,7 @@ def _sum_of_means(case: Case, call: CollectiveCall) -> bool:
     mean = case.types.mean[call.node]
     if mean < 0 or case.trace.nodes[mean].like != case.trace.nodes[call.node].like:
         return False
-    bad = call.axes & case.types.along[call.node] & rows(case, mean)
+    bad = call.axes & case.types.along[call.node] & _rows_of_mean(case, mean)
     if not bad or case.compared.counts.get(mean, 0) & bad or _by_parts(case, mean) or _weighed(case, call, bad):
         return False
     names, other = case.named(bad), call.axes & case.types.along[call.node] & ~bad
@@ -62,6 +64,34 @@ def _sum_of_means(case: Case, call: CollectiveCall) -> bool:
     text = f"adds up means over each rank's rows{where}: it is {case.size(bad)} times the mean over all rows"
     case.add_call(call, "means", bad, fix, text)
     return True
+
+
+def gathered_means(case: Case, call: CollectiveCall) -> None:
+    """Reports gathered means over local rows that are added up, or averaged although ranks have unequal rows."""
+    mean = case.types.mean[call.node]
+    if call.name != "all_gather" or not call.own or call.backward or mean < 0 or not case.is_number(call.node):
+        return
+    nodes, bad = case.trace.nodes, call.axes & case.types.along[call.node] & _rows_of_mean(case, mean)
+    uneven = case.compared.counts.get(mean, 0) & call.axes
+    if not bad or _by_parts(case, mean) or may_be(case, call.node, bad):
+        return
+    names, argument = case.named(bad), _MADE_ROW.sub("", case.expression(call))
+
+    def by_ranks(number: float, _: float) -> bool:
+        return number == case.size(bad)
+
+    for node_id, node in enumerate(nodes):
+        source = nodes[original(case, node.parents[0])] if node.op in ("sum", "mean") and node.parents else None
+        if source is None or not source.op.startswith("all_gather") or source.parents != (call.node,):
+            continue
+        if node.op == "sum" and not uneven and not scaled_later(case, [node_id], node_id + 1, by_ranks):
+            text = f"gathers means over each rank's rows, and adds them up{line(node.site)}"
+            fix, times = f"shardfn.pmean({argument}, {names})", case.size(bad)
+            case.add_call(call, "means", bad, fix, f"{text}: that is {times} times the mean over all rows")
+        elif node.op == "mean" and uneven:
+            text = f"gathers means over numbers of rows that differ between ranks, and averages them{line(node.site)}"
+            fix = f"shardfn.psum(total, {names}) / shardfn.psum(count, {names})"
+            case.add_call(call, "means", bad, fix, f"{text}: that is not the mean over all rows")
 
 
 def _over_its_own_rows(case: Case, call: CollectiveCall) -> None:
@@ -369,9 +399,12 @@ def rows(case: Case, node_id: int) -> Mask:
 
 
 def _by_parts(case: Case, mean: int) -> bool:
-    """Whether a mean is taken of sums over rows, or of partial products that may be intended."""
+    """Whether a mean is taken of sums over rows, of one row, or of partial products that may be intended."""
     types, nodes = case.types, case.trace.nodes
     if nodes[mean].op == "mean" and any(types.rows[p] for p in nodes[mean].parents):
+        return True
+    sharded = {argument.node for argument in case.compared.arguments if argument.rows}
+    if any(_takes_one(case, i, sharded) for i in reached([mean], lambda i: nodes[i].parents)):
         return True
 
     def varying(child: int) -> list[int]:
@@ -379,6 +412,21 @@ def _by_parts(case: Case, mean: int) -> bool:
 
     path = reached([] if case.requested else [mean], varying)
     return any(nodes[node_id].op in PRODUCTS and len(varying(node_id)) > 1 for node_id in path)
+
+
+def _rows_of_mean(case: Case, mean: int) -> Mask:
+    """Returns the axes along which what a mean is taken of, rather than its targets, is made of local rows alone."""
+    node = case.trace.nodes[mean]
+    return rows(case, node.parents[0] if node.op.startswith("nll_loss") else mean)
+
+
+def _takes_one(case: Case, node_id: int, sharded: Container[int]) -> bool:
+    """Whether an op takes one of several rows of an argument, such as a task."""
+    node = case.trace.nodes[node_id]
+    if node.op not in ("select", "unbind") or original(case, node.parents[0]) not in sharded:
+        return False
+    all_rows, row = case.trace.nodes[node.parents[0]].like, node.like
+    return all_rows is not None and row is not None and all_rows[0][0] > 1 and row[0] == all_rows[0][1:]
 
 
 def _sum_of(case: Case, call: CollectiveCall) -> int | None:

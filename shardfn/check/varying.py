@@ -234,8 +234,9 @@ def _divides(types: Varying, trace: Trace, node: Node, rows: tuple[int, ...]) ->
     if len(node.parents) != 2 or node.like is None or node.like[0]:
         return False
     a, b = node.parents
-    sums = [trace.nodes[types.total[p]].axes for p in (a, b) if types.total[p] >= 0]
-    return bool(types.along[a] & types.along[b]) or (len(sums) == 2 and sums[0] == sums[1])
+    sums = [trace.nodes[types.total[p]].axes if types.total[p] >= 0 else 0 for p in (a, b)]
+    local = types.along[a] & types.along[b] & ~sums[1]  # what pvary makes of a sum over ranks is no local count
+    return local > 0 or 0 < sums[0] == sums[1]
 
 
 def _updated(

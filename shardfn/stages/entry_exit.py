@@ -140,6 +140,7 @@ class Call:
         if not records:
             with schedule.alone:
                 views = self._views(schedule.gather(self))
+                self._report(views)
                 result = self._function(leaves, views)
                 if debugging.nan:
                     nonfinite.after_forward(schedule.mesh, self, views, [leaves[i] for i in indices], _tensors(result))
@@ -150,9 +151,7 @@ class Call:
             if schedule.gathering.decoded.buffers and not self.signature.packed:  # the logits of a head are large
                 schedule.gathering.decoded.trim(all=True)
             token, views = self._entered()
-            if (recorder := recording.current()) is not None:
-                for gather, shard, ps in zip(self.plan.each, self.shards, views, strict=True):
-                    record_parameters(recorder, gather.layout, shard, ps)
+            self._report(views)
             hooks, self.forward = self._hooks(), True
             try:
                 with hooks:
@@ -173,6 +172,12 @@ class Call:
             self._end(gathered)
             schedule.ran(self)
         return self._without_aliases(result, [leaves[i] for i in indices], tokens)
+
+    def _report(self, views: Sequence[Sequence[Tensor]]) -> None:
+        """Tells the checker of the gathered parameters."""
+        if (recorder := recording.current()) is not None:
+            for gather, shard, ps in zip(self.plan.each, self.shards, views, strict=True):
+                record_parameters(recorder, gather.layout, shard, ps)
 
     def _entered(self) -> tuple[Tensor, list[list[Tensor]]]:
         """The parameters as results of the entry, and a token: a tensor whose graph leads to the entry."""

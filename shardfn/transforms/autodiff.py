@@ -344,15 +344,15 @@ def scalar(result: Any, has_aux: bool, name: str) -> tuple[Tensor, Any]:
     """The loss and aux that a function returned; raises TypeError or ValueError if they are something else."""
     if has_aux and not (isinstance(result, tuple) and len(result) == 2):
         kind = type(result).__name__
-        raise TypeError(f"value_and_grad: with has_aux=True {name} must return (loss, aux), got {kind}")
+        raise TypeError(f"with has_aux=True {name}, which is differentiated, must return (loss, aux), got {kind}")
     value, aux = result if has_aux else (result, ())
     if not isinstance(value, Tensor):
         hint = "; for (loss, aux) pass has_aux=True" if isinstance(value, tuple) else ""
-        raise TypeError(f"value_and_grad: {name} returns a scalar tensor, not {type(value).__name__}{hint}")
+        raise TypeError(f"{name}, which is differentiated, must return a tensor, got {type(value).__name__}{hint}")
     if value.ndim or not value.is_floating_point():
         raise ValueError(
-            f"value_and_grad: {name} returned shape {tuple(value.shape)}, {value.dtype}; a loss is 0-d, real and "
-            f"floating: reduce it, for example with .sum() or .mean()"
+            f"{name}, which is differentiated, must return a 0-d, real, floating tensor, got shape "
+            f"{tuple(value.shape)}, {value.dtype}: reduce it, for example with .sum() or .mean()"
         )
     return value, aux
 

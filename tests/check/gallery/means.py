@@ -71,6 +71,44 @@ def mean_of_selected_rows(shard_map, mesh):
     return train(shard_map, mesh, loss_fn, weights("w"), X, Y, REAL)
 
 
+@wrong("means", "data", "", AS_FIXED, trained(error, "w"))
+def sum_of_gathered_means(shard_map, mesh):
+    def loss_fn(params, x, y):
+        loss = (x @ sf.pvary(params["w"], "data") - y).square().mean()
+        # fix: return sf.pmean(loss, "data")
+        return sf.all_gather(loss[None], "data", to="invariant").sum()  # here
+
+    return train(shard_map, mesh, loss_fn, weights("w"), X, Y)
+
+
+@wrong("means", "data", "", "shardfn.psum(total, 'data') / shardfn.psum(count, 'data')", trained(masked, "w"))
+def mean_of_gathered_means_masked(shard_map, mesh):
+    def loss_fn(params, x, y, real):
+        each = (x @ sf.pvary(params["w"], "data") - y).square().mean(1)
+        mean = (each * real).sum() / real.sum()
+        # fix: return sf.psum((each * real).sum(), "data") / sf.psum(real.sum(), "data")
+        return sf.all_gather(mean[None], "data", to="invariant").mean()  # here
+
+    return train(shard_map, mesh, loss_fn, weights("w"), X, Y, REAL)
+
+
+def contrasted(p: Any) -> Tensor:
+    z = X @ p["w"]
+    return F.cross_entropy(z @ z.T, torch.arange(len(z)))
+
+
+@wrong("means", "data", "", AS_FIXED, trained(contrasted, "w"))
+def psum_of_means_against_gathered_rows(shard_map, mesh):
+    def loss_fn(params, x, y):
+        z = x @ sf.pvary(params["w"], "data")
+        own = len(z) * sf.axis_index("data") + torch.arange(len(z))
+        loss = F.cross_entropy(z @ sf.all_gather(z, "data").T, own)
+        # fix: return sf.pmean(loss, "data")
+        return sf.psum(loss, "data")  # here
+
+    return train(shard_map, mesh, loss_fn, weights("w"), X, Y)
+
+
 @wrong("means", "data", "", "shardfn.pmean(grads, 'data')", trained(error, "w"))
 def psum_of_gradients_of_means(shard_map, mesh):
     @shard_map(in_specs=(P(), P("data"), P("data")), out_specs=(P(), P()))

@@ -69,6 +69,28 @@ def a_mean_times_a_number_over_that_of_all(on: On) -> Made:
 
 
 @right(shard=2)
+def a_mean_times_this_ranks_share_of_a_sum_that_varies(on: On) -> Made:
+    def loss(y: Tensor, x: Tensor) -> Tensor:
+        return sf.psum(y.mean() * len(x) / sf.pvary(sf.psum(torch.tensor(float(len(x))), "shard"), "shard"), "shard")
+
+    w, x = tensors(70, (3, D), (ROWS, 3))
+    mapped = on(sf.grad(lambda w, x: loss(torch.tanh(x @ sf.pvary(w, "shard")), x)), (P(), ...), P())
+    rows = x.split([5, 3])[on.index("shard")].clone()
+    return lambda: mapped(w, rows), plainly(lambda w: torch.tanh(x @ w).mean(), w)[1]
+
+
+@right(shard=2)
+def a_sum_over_tasks_of_the_means_of_each(on: On) -> Made:
+    w, tasks = tensors(72, (3, D), (4, 5, 3))
+
+    def loss(w: Tensor, tasks: Tensor) -> Tensor:
+        return torch.stack([(task @ w).square().mean() for task in tasks]).sum()
+
+    mapped = on(sf.grad(lambda w, tasks: sf.psum(loss(sf.pvary(w, "shard"), tasks), "shard")), (P(), P("shard")), P())
+    return lambda: mapped(w, on.cut(tasks, "shard")), plainly(lambda w: loss(w, tasks), w)[1]
+
+
+@right(shard=2)
 def a_scale_that_is_hardly_a_number(on: On) -> Made:
     return _of_shards(on, lambda y, x: y.mean() / 2 * 1e-150 * 1e-159, lambda g: g * 1e150 * 1e159)
 
