@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardfn.compat import dispatch, dynamo, functorch
 from shardfn.interop.batch_norm import in_one_dtype, is_batch_norm, keeps_statistics, synchronised
 from shardfn.interop.conversions import of_transformers, register_batches
+from shardfn.interop.generation import gathered_once
 from shardfn.interop.in_place import (
     Adapting,
     along_tensor,
@@ -28,7 +29,7 @@ from shardfn.interop.in_place import (
     unstaged_parameters,
 )
 from shardfn.interop.module_state import Attributes, undone
-from shardfn.interop.partition import Anatomy, Boundaries, taken_apart
+from shardfn.interop.partition import LOOSE, Anatomy, Boundaries, options_by_stage, taken_apart
 from shardfn.interop.placeholder import HOOKED, ModulePart, Placeholder, Slot, revealed
 from shardfn.interop.pytrees import Forms
 from shardfn.interop.refusals import (
@@ -87,7 +88,9 @@ def functional(
         stages: which modules are stages: classes or their names (`{"LlamaDecoderLayer"}`), regular expressions of whole
             paths (`r"model\\.layers\\.\\d+"`), or a function `(path, module) -> bool`. The outermost match wins.
             Default: `_no_split_modules` of all models inside; if there are none, the items of each `ModuleList` and
-            `Sequential`. Of the rest the largest modules become stages too.
+            `Sequential`. Of the rest the largest modules become stages too. A dict from such names, classes or
+            expressions to options, `{"LlamaDecoderLayer": dict(remat=True)}`, gives stages options of their own: the
+            first item that matches a stage counts. What it matches are stages; where nothing matches, the default's.
         min_num_params: instead of `stages`: the smallest modules that hold as many parameters.
         unstaged: which parameters belong to no single stage, by patterns for their paths: they are gathered at the
             start of a call, and kept. For those that a module reads from another, as `F.linear(x, self.embed.weight)`,
@@ -99,7 +102,8 @@ def functional(
             and `interop.GPT2`; or "auto", the table that the model's classes ship.
         tensor_axis: the mesh axis that cuts them; if the mesh has no such axis, they are whole.
         compile: True, or the arguments of `torch.compile`, by which the forward of each stage is compiled.
-        stage_options: `remat`, `reshard`, `prefetch`, `gather_dtype`, ... of `shardfn.stage`, for all stages.
+        stage_options: `remat`, `reshard`, `prefetch`, `gather_dtype`, ... of `shardfn.stage`, for all stages that
+            have none of their own.
 
     Returns:
         The function `model(params, *args, buffers=None, method="__call__", **kwargs)`.
@@ -113,15 +117,7 @@ def functional(
         ``model = functional(transformers.LlamaForCausalLM(config), remat=True)``, then
         ``params = model.shard(mesh, sf.full_shard("shard"))`` and ``model(params, input_ids=tokens).logits``
     """
-    unknown = sorted(set(stage_options) - _STAGE_OPTIONS)
-    if unknown:
-        names = [*inspect.signature(functional).parameters][2:-1] + sorted(_STAGE_OPTIONS)
-        close = difflib.get_close_matches(unknown[0], names, 1)
-        hint = f" (did you mean {close[0]}=?)" if close else ""
-        raise TypeError(
-            f"functional: unknown option {listed(unknown)}{hint}. Pass one of {', '.join(names)}; of these "
-            f"{', '.join(sorted(_STAGE_OPTIONS))} are options of shardfn.stage"
-        )
+    _refuse_unknown(stage_options, [*inspect.signature(functional).parameters][2:-1])
     if not isinstance(compile, (bool, Mapping)):
         raise TypeError(f"functional: compile must be True, or a dict of arguments of torch.compile, got {compile!r}")
     if not (sync_batch_norm is None or isinstance(sync_batch_norm, (str, tuple))):
@@ -129,17 +125,40 @@ def functional(
             f"functional: sync_batch_norm must be one or several names of mesh axes, got {sync_batch_norm!r}"
         )
     rules = chosen(unstaged, "unstaged"), chosen(mutable_buffers, "mutable_buffers")
+    options: dict[str, Mapping[str, Any]] = {LOOSE: stage_options}
     stage(unstaged_parameters, **stage_options)  # raises for wrong options before the module is changed
     if isinstance(module, nn.Module):
         _changing(module, dict(module.named_buffers(remove_duplicate=False)), rules[1])
         if of_transformers(module):
             register_batches()
     plan = None if tensor is None else planned(module, tensor, tensor_axis)
-    refuse = (lambda chosen: None) if plan is None else plan.refuse_outside
+
+    def accept(chosen: Mapping[str, nn.Module]) -> None:
+        if plan is not None:
+            plan.refuse_outside(chosen)
+        options.update(options_by_stage(stages, chosen, stage_options))
+        for own_options in options.values():
+            _refuse_unknown(own_options)
+            stage(unstaged_parameters, **own_options)
+
     anatomy = taken_apart(
-        module, stages, min_num_params, min_stage_params, rules[0], stage_options.get("gather_dtype"), refuse
+        module, stages, min_num_params, min_stage_params, rules[0], stage_options.get("gather_dtype"), accept
     )
-    return Functional(module, anatomy, rules[1], sync_batch_norm, plan, compile, stage_options)
+    anatomy.place.dtypes.update({path: own_options.get("gather_dtype") for path, own_options in options.items()})
+    return Functional(module, anatomy, rules[1], sync_batch_norm, plan, compile, options)
+
+
+def _refuse_unknown(options: Mapping[str, Any], more_names: Sequence[str] = ()) -> None:
+    """Raises TypeError for what is no option of a stage; `more_names` are arguments that might have been meant."""
+    unknown = sorted(set(options) - _STAGE_OPTIONS)
+    if unknown:
+        names = [*more_names, *sorted(_STAGE_OPTIONS)]
+        close = difflib.get_close_matches(unknown[0], names, 1)
+        hint = f" (did you mean {close[0]}=?)" if close else ""
+        raise TypeError(
+            f"functional: unknown option {listed(unknown)}{hint}. Pass one of {', '.join(names)}; of these "
+            f"{', '.join(sorted(_STAGE_OPTIONS))} are options of shardfn.stage"
+        )
 
 
 def _with_parameters(out: Any) -> Any:
@@ -186,7 +205,7 @@ class Functional:
         sync_batch_norm: AxisName | None,
         plan: TensorPlan | None,
         compile: bool | Mapping[str, Any],
-        options: Mapping[str, Any],
+        options: Mapping[str, Mapping[str, Any]],
     ) -> None:
         self.module, self.tree, self.frozen = module, anatomy.tree, anatomy.frozen
         self.buffers, self.names, self.stages = anatomy.buffers, anatomy.names, tuple(anatomy.parts)
@@ -221,7 +240,9 @@ class Functional:
         # Copies of buffers on another device: the buffer, its version and the copy's device, and the copy.
         self._elsewhere: dict[str, tuple[Tensor, Any, Tensor]] = {}
         self._instead: dict[nn.Module, Callable[..., Any]] = {
-            m: in_one_dtype(m) for m in module.modules() if is_batch_norm(m) and "gather_dtype" in options
+            m: in_one_dtype(m)
+            for m in module.modules()
+            if is_batch_norm(m) and any("gather_dtype" in own_options for own_options in options.values())
         }
         if sync_batch_norm is not None:
             self._instead = {m: synchronised(m, sync_batch_norm) for m in module.modules() if is_batch_norm(m)}
@@ -231,14 +252,21 @@ class Functional:
         if self._tensor is not None:
             self._instead |= self._tensor.forwards
         shell = Shell(self._running, self._places, frozenset(self._changing))
-        self._units = {path: self._unit(shell, part, compile, options) for path, part in anatomy.parts.items()}
+        self._units = {path: self._unit(shell, part, compile, options[path]) for path, part in anatomy.parts.items()}
         inside = {m for unit in self._units.values() for m in unit.part.module.modules()}
-        self._around = self._loose_forwards(inside, options.get("input_dtype"), options.get("output_dtype"))
-        self._casts = {name: options.get(name) for name in ("gather_dtype", "input_dtype")}
+        common = options[LOOSE]
+        self._around = self._loose_forwards(inside, common.get("input_dtype"), common.get("output_dtype"))
+        self._casts = {name: common.get(name) for name in ("gather_dtype", "input_dtype")}
         self._region = self._region_of("", set(module.modules()) - inside)
         self._fresh, self._unasked = uncached(module), unasked(module)
-        revealing = {name: options[name] for name in ("gather_dtype", "reduce_dtype") if name in options}
-        self._reveal = stage(unstaged_parameters, **revealing)
+        self._reveals = {
+            path: stage(
+                unstaged_parameters,
+                gather_dtype=own_options.get("gather_dtype"),
+                reduce_dtype=own_options.get("reduce_dtype"),
+            )
+            for path, own_options in options.items()
+        }
 
     def _loose_forwards(
         self, inside: Container[nn.Module], input_dtype: torch.dtype | None, output_dtype: torch.dtype | None
@@ -322,10 +350,14 @@ class Functional:
         passed_buffers = self._given_buffers(buffers or {}, self._place.device)
         module_buffers = self._own_buffers(self._place.device)
         values = {**module_buffers, **{key: b for key, b in passed_buffers.items() if key not in self._kept}}
+        if method == "generate":
+            if _all_ranks_run(params):
+                kwargs.setdefault("synced_gpus", True)
+            params = self._gathered_once(params)
         records = Functional._called.__code__ if torch.is_grad_enabled() else None
         run = ModuleCall(params, frozenset(changing | self._kept), adapters, records, self._revealed)
         parts = arguments(params, self._loose, adapters)
-        loose, *adapted = self._reveal(*parts) if self._loose.own or self._loose.shared else ({},)
+        loose, *adapted = self._reveals[LOOSE](*parts) if self._loose.own or self._loose.shared else ({},)
         announced = self._announced(params, adapters)
         before, self._running.now = self._running.now, run
         try:
@@ -339,8 +371,6 @@ class Functional:
                 ) as changed,
                 along_tensor(self._region, self.module, (*args, *kwargs.values()), self._loose, params) as followed,
             ):
-                if method == "generate" and _all_ranks_run(params):
-                    kwargs.setdefault("synced_gpus", True)
                 target = self.module if method == "__call__" else getattr(self.module, method)
                 try:
                     out = target(*args, **kwargs)
@@ -398,7 +428,11 @@ class Functional:
         return {alias: full[name] for alias, name in self.names.items()}
 
     def __repr__(self) -> str:
-        return f"Functional({type(self.module).__name__}, {len(self.stages)} stages)"
+        by_options: dict[str, list[str]] = {}
+        for path, unit in self._units.items():
+            by_options.setdefault(", ".join(f"{name}={x!r}" for name, x in unit.options.items()), []).append(path)
+        lines = [f"\n  {listed(paths, 8)}: {options}" for options, paths in by_options.items() if options]
+        return f"Functional({type(self.module).__name__}, {len(self.stages)} stages{''.join(lines)})"
 
     if not TYPE_CHECKING:  # a type checker would accept any attribute
 
@@ -567,11 +601,17 @@ class Functional:
             refuse_inside_function(unit.part, run.records, read.path)
         key: Any = read.owner, torch.is_grad_enabled(), object() if functorch.inside_transform() else None
         if key not in run.revealed:
-            run.revealed[key], *_ = self._reveal(*arguments(run.params, unit.part, {}))
+            run.revealed[key], *_ = self._reveals[read.owner](*arguments(run.params, unit.part, {}))
         values = run.revealed[key]
         value = values[read.path if read.path in unit.part.shared_keys() else read.path.removeprefix(f"{read.owner}.")]
         vars(value).update(read.given)
         return value
+
+    def _gathered_once(self, params: Any) -> Any:
+        """The parameters for many calls of all stages."""
+        rounded = any("gather_format" in unit.options for unit in self._units.values())
+        stays_sharded = self._tensor is not None or rounded
+        return params if stays_sharded else gathered_once(params, self._reveals)
 
     def _announced(self, params: Any, adapters: Mapping[str, Any]) -> Any:
         """Announces the stages in the order of the last call; a stage out of order is gathered when it is called."""

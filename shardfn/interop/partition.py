@@ -20,8 +20,10 @@ from shardfn.mesh.selectors import Chosen
 from shardfn.mesh.spec import joined
 from shardfn.quoting import listed
 
-Boundaries = str | type[nn.Module] | Callable[[str, nn.Module], bool] | Iterable[str | type[nn.Module]]
-"""Names of classes, classes, regular expressions of paths, or a predicate of a path and a module."""
+Choice = str | type[nn.Module]
+Boundaries = Choice | Callable[[str, nn.Module], bool] | Iterable[Choice] | Mapping[Choice, Mapping[str, Any]]
+"""Names of classes, classes, regular expressions of paths, or a predicate of a path and a module; with options: a dict
+from names, classes or expressions to options of their stages."""
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 LOOSE = ""
 """Key of the parameters that belong to no stage, and are gathered once per call."""
@@ -60,9 +62,9 @@ def taken_apart(
     small: int,
     loose: Chosen,
     gather_dtype: torch.dtype | None,
-    refuse: Callable[[Mapping[str, nn.Module]], None],
+    accept: Callable[[Mapping[str, nn.Module]], None],
 ) -> Anatomy:
-    """Takes a module's parameters out of it, after `refuse` had a chance to object to the chosen stages.
+    """Takes a module's parameters out of it, after `accept` had a chance to object to the chosen stages.
 
     Raises:
         TypeError: the parameters have been taken out before, or are managed by another library.
@@ -79,7 +81,7 @@ def taken_apart(
         return loose(name, ()) or loose(canonical[name], ())
 
     chosen = boundaries(module, stages, min_num_params, small, is_loose)
-    refuse(chosen)
+    accept(chosen)
     _keep_order(module)
     parts, rest = {path: ModulePart(path, m) for path, m in chosen.items()}, ModulePart(LOOSE, module)
     modules_by_path = dict(module.named_modules(remove_duplicate=False))
@@ -238,7 +240,7 @@ def boundaries(
         """Chooses the outermost among a module and those inside."""
         if path in chosen:
             return
-        if eligible(path, m) and chooses(path, m) and (stages is not None or not _takes_lists(m)):
+        if eligible(path, m) and chooses(path, m):
             chosen[path] = m
             return
         for name, child in m.named_children():
@@ -246,7 +248,8 @@ def boundaries(
 
     choose("", module, _policy(module, stages, min_num_params, eligible))
     above = {"", *(path[:i] for path in chosen for i, letter in enumerate(path) if letter == ".")}
-    choose("", module, lambda path, m: path not in above and _numel(m) >= small)
+    automatic = stages is None or isinstance(stages, Mapping)
+    choose("", module, lambda path, m: path not in above and _numel(m) >= small and not (automatic and _takes_lists(m)))
     # A module has several paths if its parents share it: keep each once, and none that is also inside another.
     once = {id(m): path for path, m in reversed(chosen.items())}
     inside = {id(part) for m in chosen.values() for part in m.modules() if part is not m}
@@ -277,14 +280,25 @@ def _policy(
     if min_num_params is not None:
         enough: int = min_num_params
         return lambda path, m: _numel(m) >= enough and all(_numel(child) < enough for child in m.children())
-    if stages is not None:
+    if stages is not None and not isinstance(stages, Mapping):
         return _named(module, stages, eligible)
     names = {name for m in module.modules() for name in (getattr(m, "_no_split_modules", None) or ())}
-    if any(type(m).__name__ in names for m in module.modules()):
-        return lambda path, m: type(m).__name__ in names
     lists = [m for m in module.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
     repeated = {id(child) for m in lists for child in m.children()}
-    return lambda path, m: id(m) in repeated
+    if any(type(m).__name__ in names for m in module.modules()):
+        default: Callable[[nn.Module], bool] = lambda m: type(m).__name__ in names  # noqa: E731
+    else:
+        default = lambda m: id(m) in repeated  # noqa: E731
+    if stages is None:
+        return lambda path, m: default(m) and not _takes_lists(m)
+    matches_item = _named(module, stages, eligible)
+    inside = [path for path, m in module.named_modules(remove_duplicate=False) if matches_item(path, m)]
+
+    def chooses(path: str, m: nn.Module) -> bool:
+        holds = any(other.startswith(f"{path}.") for other in inside)
+        return matches_item(path, m) or (default(m) and not _takes_lists(m) and not holds)
+
+    return chooses
 
 
 def _named(
@@ -300,20 +314,45 @@ def _named(
                 f"a path and a module, got {stages!r}"
             )
 
-    def matches(item: Any, path: str, m: nn.Module) -> bool:
-        if isinstance(item, type):
-            return isinstance(m, item)
-        return type(m).__name__ == item or re.fullmatch(item, path) is not None
-
     modules = list(module.named_modules(remove_duplicate=False))
     for item in choices:
-        if not any(matches(item, path, m) for path, m in modules):
+        if not any(_matches(item, path, m) for path, m in modules):
             classes = listed(dict.fromkeys(type(m).__name__ for _, m in modules if any(True for _ in m.parameters())))
             raise ValueError(f"functional: stages: nothing is or matches {item!r}; the module has {classes}")
-        if not any(eligible(path, m) for path, m in modules if matches(item, path, m)):
-            path, m = next((path, m) for path, m in modules if matches(item, path, m))
+        if not any(eligible(path, m) for path, m in modules if _matches(item, path, m)):
+            path, m = next((path, m) for path, m in modules if _matches(item, path, m))
             raise ValueError(
                 f"functional: stages: {item!r} must match layers, got {path or 'the whole module'} "
                 f"({type(m).__name__}): a stage is a module inside, with parameters that are not unstaged and a forward"
             )
-    return lambda path, m: any(matches(item, path, m) for item in choices)
+    return lambda path, m: any(_matches(item, path, m) for item in choices)
+
+
+def _matches(item: Choice, path: str, m: nn.Module) -> bool:
+    """Whether a class, the name of one, or a regular expression of a whole path is that of a module."""
+    if isinstance(item, type):
+        return isinstance(m, item)
+    return type(m).__name__ == item or re.fullmatch(item, path) is not None
+
+
+def options_by_stage(
+    stages: Boundaries | None, chosen: Mapping[str, nn.Module], common: Mapping[str, Any]
+) -> dict[str, Mapping[str, Any]]:
+    """The options of each stage: those that all have, replaced by those of the first item of `stages` that matches it.
+
+    Raises:
+        ValueError: an item is the first to match no stage.
+        TypeError: the options of an item are no dict.
+    """
+    rules = stages if isinstance(stages, Mapping) else {}
+    for item, options in rules.items():
+        if not isinstance(options, Mapping):
+            raise TypeError(f"functional: stages: the options of {item!r} must be a dict, got {options!r}")
+    first = {path: next((item for item in rules if _matches(item, path, m)), None) for path, m in chosen.items()}
+    for item in rules:
+        if item not in first.values():
+            raise ValueError(
+                f"functional: stages: no stage gets the options of {item!r}: its modules are inside another stage, or "
+                f"match an earlier item. Put special items first; stages are {listed(list(chosen), 4)}"
+            )
+    return {path: common if item is None else {**common, **rules[item]} for path, item in first.items()}

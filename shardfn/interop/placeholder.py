@@ -47,10 +47,14 @@ class ShellCall(threading.local):
 
 
 class ShellPlacement:
-    """The device of one shell's parameters, and the dtype in which its modules get them; may change with each call."""
+    """The device of one shell's parameters, which may change with each call, and the dtypes in which modules get them.
+
+    `dtypes` are those of stages, by path, where they differ from `dtype`.
+    """
 
     def __init__(self, device: torch.device, dtype: torch.dtype | None) -> None:
         self.device, self.dtype, self.running = device, dtype, ShellCall()
+        self.dtypes: dict[str, torch.dtype | None] = {}
 
     def reveals(self) -> bool:
         """Whether values of stages may be read now: in a call of the shell, in code outside of its stages."""
@@ -90,8 +94,8 @@ class Placeholder(nn.Parameter):
                 return self if value is self else value.detach()  # state_dict() asks, for names and shapes
             with torch._C.DisableTorchFunctionSubclass():
                 if func == _DTYPE:
-                    dtype = func(self)
-                    return self.place.dtype if self.place.dtype is not None and dtype.is_floating_point else dtype
+                    dtype, cast = func(self), self.place.dtypes.get(self.owner, self.place.dtype)
+                    return cast if cast is not None and dtype.is_floating_point else dtype
                 if func == _GRADIENT or (
                     func == Tensor.requires_grad_ and _grad_argument(args, kwargs) != self.requires_grad
                 ):

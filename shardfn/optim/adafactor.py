@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from shardfn.optim.differentiable import filled, numbered, refuse_overwriting, shared_values
-from shardfn.optim.hyperparameters import Schedule, begun, check, constants, made_of_numbers
+from shardfn.optim.hyperparameters import Hyperparameter, begun, check, constants, made_of_numbers
 from shardfn.optim.norms import squares, totals, wide
-from shardfn.optim.optimizer import Optimizer, Rule, of_rule
+from shardfn.optim.optimizer import Optimizer, of_rule
 from shardfn.optim.state_offload import on_whole
 from shardfn.optim.step_counts import Missed, count_spans, missed_after
 from shardfn.optim.wrappers import masked
@@ -21,13 +21,13 @@ from shardfn.shards.pieces import Segment, Unit, Units, home, joined, pairs, ref
 
 @made_of_numbers
 def adafactor(
-    lr: float | Tensor | Schedule,
+    lr: Hyperparameter | Tensor,
     *,
     decay: float = -0.8,
     clip: float = 1.0,
     eps: float | None = None,
     least: float = 1e-3,
-    weight_decay: float | Rule = 0.0,
+    weight_decay: Hyperparameter = 0.0,
     donate: bool = True,
 ) -> Optimizer:
     r"""Adafactor: keeps only the row and column means of a matrix's second moments; overwrites parameters and state.
@@ -41,12 +41,12 @@ def adafactor(
     State: :math:`r + c` numbers for an :math:`r \times c` matrix, on every rank; one for each element of a vector.
 
     Args:
-        lr: :math:`\eta`: a number, a 0-d floating-point tensor, or a function of the step number, which begins at 1.
+        lr: :math:`\eta`: a number, a 0-d floating-point tensor, a schedule or a rule.
         decay: :math:`\gamma`, 0 or less.
         clip: :math:`d`, above 0: the largest root mean square of an update.
         eps: lower bound for the root of a second moment; None for the machine epsilon of the gradient's dtype.
         least: :math:`\epsilon_2`, 0 or more: lower bound for the root mean square of a parameter.
-        weight_decay: :math:`\lambda`, 0 or more, or a rule `(path, shape) -> number`.
+        weight_decay: :math:`\lambda`, 0 or more, or a schedule or rule.
         donate: as for `sgd`.
 
     Returns:

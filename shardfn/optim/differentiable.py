@@ -61,9 +61,16 @@ def filled(base: Tensor, unit: Unit, parts: Iterable[Tensor], ties: Iterable[Ten
 
 
 def numbered(value: Any, unit: Unit) -> tuple[dict[str, Any], list[Tensor]]:
-    """A number that all ranks share, by parameter of a unit; a tensor goes through `shared_values`."""
-    by_path = {path: value for _, path, _ in spread(unit)}
+    """A number that all ranks share, or a rule's, by parameter of a unit; a tensor goes through `shared_values`."""
+    by_path = {path: value(path, shape) if callable(value) else value for _, path, shape in spread(unit)}
     return shared_values(by_path, unit) if isinstance(value, Tensor) else (by_path, [])
+
+
+def times(unit: Unit, x: Tensor, rule: Any) -> Tensor:
+    """A tensor like a unit's values, times a number, or times what a rule gives for each parameter."""
+    factors, ties = numbered(rule, unit)
+    flat = x.reshape(-1)
+    return filled(x, unit, [(flat[s.start : s.stop] * factors[s.path]).to(x.dtype) for s in unit.filled], ties)
 
 
 def varied(value: Any, unit: Unit) -> Any:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from shardfn.optim.fused import AdamW
-from shardfn.optim.hyperparameters import Schedule, check, made_of_numbers
-from shardfn.optim.optimizer import Optimizer, Rule
+from shardfn.optim.hyperparameters import Hyperparameter, check, made_of_numbers
+from shardfn.optim.optimizer import Optimizer
 from shardfn.optim.state_dtype import Coded, Rounded
 from shardfn.optim.stepping import Elementwise, optimizer
 
@@ -172,11 +172,11 @@ ESTIMATE = Elementwise(
 
 @made_of_numbers
 def sgd(
-    lr: float | Tensor | Schedule,
+    lr: Hyperparameter | Tensor,
     *,
-    momentum: float = 0.0,
+    momentum: Hyperparameter = 0.0,
     nesterov: bool = False,
-    weight_decay: float | Rule = 0.0,
+    weight_decay: Hyperparameter = 0.0,
     state_dtype: torch.dtype | None = None,
     seed: int = 0,
     donate: bool = True,
@@ -189,10 +189,10 @@ def sgd(
     State: one number a parameter with momentum, none without.
 
     Args:
-        lr: :math:`\eta`: a number, a 0-d floating-point tensor, or a function of the step number, which begins at 1.
+        lr: :math:`\eta`: a number, a 0-d floating-point tensor, a schedule or a rule.
         momentum: :math:`\mu`, from 0 to 1.
         nesterov: whether to use Nesterov's momentum, which needs `momentum` above 0.
-        weight_decay: :math:`\lambda`, 0 or more, or a rule `(path, shape) -> number`.
+        weight_decay: :math:`\lambda`, 0 or more, or a schedule or rule.
         state_dtype: dtype of the state: bfloat16 (rounded stochastically) or float32; None for the parameter's dtype.
         seed: seed of the random numbers for bfloat16, the same on every rank.
         donate: whether to overwrite parameters, gradients and state. If not, they stay unchanged, and the step can
@@ -221,12 +221,12 @@ def sgd(
 
 @made_of_numbers
 def adam(
-    lr: float | Tensor | Schedule,
+    lr: Hyperparameter | Tensor,
     *,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float | Rule = 0.0,
+    b1: Hyperparameter = 0.9,
+    b2: Hyperparameter = 0.999,
+    eps: Hyperparameter = 1e-8,
+    weight_decay: Hyperparameter = 0.0,
     state_dtype: torch.dtype | None = None,
     seed: int = 0,
     donate: bool = True,
@@ -240,11 +240,11 @@ def adam(
     State: two numbers a parameter.
 
     Args:
-        lr: :math:`\eta`: a number, a 0-d floating-point tensor, or a function of the step number, which begins at 1.
-        b1: :math:`\beta_1`, from 0 to below 1, or a rule: decay of the mean of gradients.
-        b2: :math:`\beta_2`, from 0 to below 1, or a rule: decay of the mean of squared gradients.
-        eps: :math:`\epsilon`, 0 or more, or a rule: keeps the divisor above 0.
-        weight_decay: :math:`\lambda`, 0 or more, or a rule `(path, shape) -> number`.
+        lr: :math:`\eta`: a number, a 0-d floating-point tensor, a schedule or a rule.
+        b1: :math:`\beta_1`, from 0 to below 1, a schedule or a rule: decay of the mean of gradients.
+        b2: :math:`\beta_2`, from 0 to below 1, a schedule or a rule: decay of the mean of squared gradients.
+        eps: :math:`\epsilon`, 0 or more, a schedule or a rule: keeps the divisor above 0.
+        weight_decay: :math:`\lambda`, 0 or more, or a schedule or rule.
         state_dtype: dtype of the state: bfloat16 (rounded stochastically) or float32; None for the parameter's dtype.
         seed: seed of the random numbers for bfloat16, the same on every rank.
         donate: whether to overwrite parameters, gradients and state. If not, they stay unchanged, and the step can
@@ -267,12 +267,12 @@ def adam(
 
 @made_of_numbers
 def adamw(
-    lr: float | Tensor | Schedule,
+    lr: Hyperparameter | Tensor,
     *,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float | Rule = 0.01,
+    b1: Hyperparameter = 0.9,
+    b2: Hyperparameter = 0.999,
+    eps: Hyperparameter = 1e-8,
+    weight_decay: Hyperparameter = 0.01,
     state_dtype: torch.dtype | None = None,
     seed: int = 0,
     donate: bool = True,
@@ -284,11 +284,11 @@ def adamw(
     State: two numbers a parameter.
 
     Args:
-        lr: :math:`\eta`: a number, a 0-d floating-point tensor, or a function of the step number, which begins at 1.
-        b1: :math:`\beta_1`, from 0 to below 1, or a rule: decay of the mean of gradients.
-        b2: :math:`\beta_2`, from 0 to below 1, or a rule: decay of the mean of squared gradients.
-        eps: :math:`\epsilon`, 0 or more, or a rule: keeps the divisor above 0.
-        weight_decay: :math:`\lambda`, 0 or more, or a rule `(path, shape) -> number`.
+        lr: :math:`\eta`: a number, a 0-d floating-point tensor, a schedule or a rule.
+        b1: :math:`\beta_1`, from 0 to below 1, a schedule or a rule: decay of the mean of gradients.
+        b2: :math:`\beta_2`, from 0 to below 1, a schedule or a rule: decay of the mean of squared gradients.
+        eps: :math:`\epsilon`, 0 or more, a schedule or a rule: keeps the divisor above 0.
+        weight_decay: :math:`\lambda`, 0 or more, or a schedule or rule.
         state_dtype: dtype of the state: bfloat16 (rounded stochastically) or float32; None for the parameter's dtype.
         seed: seed of the random numbers for bfloat16, the same on every rank.
         donate: whether to overwrite parameters, gradients and state. If not, they stay unchanged, and the step can
@@ -311,11 +311,11 @@ def adamw(
 
 @made_of_numbers
 def lion(
-    lr: float | Tensor | Schedule,
+    lr: Hyperparameter | Tensor,
     *,
-    b1: float = 0.9,
-    b2: float = 0.99,
-    weight_decay: float | Rule = 0.0,
+    b1: Hyperparameter = 0.9,
+    b2: Hyperparameter = 0.99,
+    weight_decay: Hyperparameter = 0.0,
     state_dtype: torch.dtype | None = None,
     seed: int = 0,
     donate: bool = True,
@@ -328,10 +328,10 @@ def lion(
     State: one number a parameter.
 
     Args:
-        lr: :math:`\eta`: a number, a 0-d floating-point tensor, or a function of the step number, which begins at 1.
-        b1: :math:`\beta_1`, from 0 to below 1, or a rule: weight of the mean in the update.
-        b2: :math:`\beta_2`, from 0 to below 1, or a rule: decay of the mean of gradients.
-        weight_decay: :math:`\lambda`, 0 or more, or a rule `(path, shape) -> number`.
+        lr: :math:`\eta`: a number, a 0-d floating-point tensor, a schedule or a rule.
+        b1: :math:`\beta_1`, from 0 to below 1, a schedule or a rule: weight of the mean in the update.
+        b2: :math:`\beta_2`, from 0 to below 1, a schedule or a rule: decay of the mean of gradients.
+        weight_decay: :math:`\lambda`, 0 or more, or a schedule or rule.
         state_dtype: dtype of the state: bfloat16 (rounded stochastically) or float32; None for the parameter's dtype.
         seed: seed of the random numbers for bfloat16, the same on every rank.
         donate: whether to overwrite parameters, gradients and state. If not, they stay unchanged, and the step can
@@ -354,12 +354,12 @@ def lion(
 
 @made_of_numbers
 def adamw8bit(
-    lr: float | Tensor | Schedule,
+    lr: Hyperparameter | Tensor,
     *,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float | Rule = 0.01,
+    b1: Hyperparameter = 0.9,
+    b2: Hyperparameter = 0.999,
+    eps: Hyperparameter = 1e-8,
+    weight_decay: Hyperparameter = 0.01,
     donate: bool = True,
 ) -> Optimizer:
     r"""`adamw` with its state in 8 bits; overwrites parameters and state unless `donate=False`.
@@ -378,7 +378,7 @@ def adamw8bit(
         b1: decay of the mean of gradients.
         b2: decay of the mean of squared gradients.
         eps: keeps the divisor above 0.
-        weight_decay: a number, or a rule `(path, shape) -> number`.
+        weight_decay: 0 or more, or a schedule or rule.
         donate: whether to overwrite parameters, gradients and state. If not, they stay unchanged. A derivative
             through one step is exact; one through the state of several steps raises NotImplementedError, as rounding
             has no derivative.
@@ -400,11 +400,11 @@ def adamw8bit(
 
 @made_of_numbers
 def lion8bit(
-    lr: float | Tensor | Schedule,
+    lr: Hyperparameter | Tensor,
     *,
-    b1: float = 0.9,
-    b2: float = 0.99,
-    weight_decay: float | Rule = 0.0,
+    b1: Hyperparameter = 0.9,
+    b2: Hyperparameter = 0.99,
+    weight_decay: Hyperparameter = 0.0,
     donate: bool = True,
 ) -> Optimizer:
     r"""`lion` with its state in 8 bits, as in `adamw8bit`; overwrites parameters and state unless `donate=False`.
@@ -415,7 +415,7 @@ def lion8bit(
         lr: as for `lion`, like the arguments that follow.
         b1: weight of the mean in the update.
         b2: decay of the mean of gradients.
-        weight_decay: a number, or a rule `(path, shape) -> number`.
+        weight_decay: 0 or more, or a schedule or rule.
         donate: as for `adamw8bit`.
 
     Returns:
@@ -447,13 +447,13 @@ class Sophia(Optimizer):
 
 @made_of_numbers
 def sophia(
-    lr: float | Tensor | Schedule,
+    lr: Hyperparameter | Tensor,
     *,
-    b1: float | Rule = 0.96,
-    b2: float | Rule = 0.99,
-    gamma: float | Rule = 0.01,
-    eps: float | Rule = 1e-12,
-    weight_decay: float | Rule = 0.0,
+    b1: Hyperparameter = 0.96,
+    b2: Hyperparameter = 0.99,
+    gamma: Hyperparameter = 0.01,
+    eps: Hyperparameter = 1e-12,
+    weight_decay: Hyperparameter = 0.0,
     donate: bool = True,
 ) -> Sophia:
     r"""Sophia, to which you pass estimates of a diagonal; overwrites parameters and state unless `donate=False`.
@@ -471,12 +471,12 @@ def sophia(
     State: two numbers a parameter.
 
     Args:
-        lr: :math:`\eta`: a number, a 0-d floating-point tensor, or a function of the step number, which begins at 1.
-        b1: :math:`\beta_1`, from 0 to below 1, or a rule: decay of the mean of gradients.
-        b2: :math:`\beta_2`, from 0 to below 1, or a rule: decay of the mean of estimates.
-        gamma: :math:`\gamma`, above 0, or a rule: the smaller, the more elements are clipped.
-        eps: :math:`\epsilon`, 0 or more, or a rule: keeps the divisor above 0.
-        weight_decay: :math:`\lambda`, 0 or more, or a rule `(path, shape) -> number`.
+        lr: :math:`\eta`: a number, a 0-d floating-point tensor, a schedule or a rule.
+        b1: :math:`\beta_1`, from 0 to below 1, a schedule or a rule: decay of the mean of gradients.
+        b2: :math:`\beta_2`, from 0 to below 1, a schedule or a rule: decay of the mean of estimates.
+        gamma: :math:`\gamma`, above 0, a schedule or a rule: the smaller, the more elements are clipped.
+        eps: :math:`\epsilon`, 0 or more, a schedule or a rule: keeps the divisor above 0.
+        weight_decay: :math:`\lambda`, 0 or more, or a schedule or rule.
         donate: whether to overwrite parameters, gradients and state. If not, they stay unchanged, and the step can
             be differentiated.
 

@@ -1,6 +1,6 @@
-"""Hyperparameters of optimizers: range checks, and learning rates as functions of the step.
+"""Hyperparameters of optimizers: range checks, schedules (functions of the step) and rules (functions of a parameter).
 
-The step number begins at 1. It may be a 0-d tensor, as in a captured step; then the rate is one.
+The step number begins at 1. It may be a 0-d tensor, as in a captured step; then what a schedule returns is one.
 """
 
 from __future__ import annotations
@@ -18,6 +18,11 @@ from torch import Tensor, nn
 from shardfn.quoting import advised
 
 Schedule = Callable[[Any], Any]
+"""A hyperparameter for each step: a function of the step number, which begins at 1."""
+Rule = Callable[[str, tuple[int, ...]], Any]
+"""A value for each parameter: a function of its path, such as `blocks.0.attn.q`, and its whole shape. As a
+hyperparameter it returns a number or a schedule."""
+Hyperparameter = float | Schedule | Rule
 # Lower bound, upper bound, and whether each bound is included, as interval brackets.
 NOT_NEGATIVE = "lr", "eps", "weight_decay", "least", "min_trust_ratio", "peak", "end", "tolerance"
 POSITIVE = "gamma", "ridge", "exponent", "damping", "initial", "clip", "max_trust_ratio", "limit", "scale", "rate"
@@ -45,23 +50,23 @@ made_of_numbers = advised(
 DECAYS = {"adafactor": (-math.inf, 0.0, "(]"), "ema": (0.0, 1.0, "[]")}
 
 
-def check(name: str, numbers: dict[str, Any], rules: Container[str] = ("weight_decay",)) -> None:
+def check(name: str, numbers: dict[str, Any], functions: Container[str] = ("lr", "weight_decay")) -> None:
     """Raises TypeError for a value that is not a number, ValueError for one out of its range.
 
     Args:
         name: the function that was given the numbers.
-        numbers: by argument name. The learning rate may also be a 0-d tensor, or a function of the step.
-        rules: the arguments that may be functions of a parameter's path and shape.
+        numbers: by argument name. The learning rate may also be a 0-d tensor.
+        functions: the arguments that may be functions of the step, or of a parameter's path and shape.
     """
     for key, value in numbers.items():
         if key in ("nesterov", "graft", "donate"):
             if not isinstance(value, bool):
                 raise TypeError(f"{name}: {key} must be True or False, got {_described(value)}")
-        elif callable(value) and not isinstance(value, (type, nn.Module)) and (key == "lr" or key in rules):
-            if key == "lr" and not _takes_step(value):
-                raise _not_a_schedule(f"{name}: ", f"a function of {inspect.signature(value)}")
+        elif callable(value) and not isinstance(value, (type, nn.Module)) and key in functions:
+            if not (is_rule(key, value) or _takes(value, 1)):
+                raise _no_number(f"{name}: ", key, f"a function of {inspect.signature(value)}")
         elif key == "lr" and isinstance(value, Mapping):
-            raise _not_a_schedule(f"{name}: ", kind(value))
+            raise _no_number(f"{name}: ", key, kind(value))
         elif not isinstance(value, Tensor):
             in_range(name, key, value)
         elif key != "lr":
@@ -71,10 +76,18 @@ def check(name: str, numbers: dict[str, Any], rules: Container[str] = ("weight_d
             raise ValueError(f"{name}: lr must be one floating number, got a tensor of shape {shape}, {value.dtype}")
 
 
-def _takes_step(function: Callable[..., Any]) -> bool:
-    """Whether a function can be called with the step number alone."""
+def is_rule(key: str, value: Any) -> bool:
+    """Whether a value is a function of a parameter's path and shape, rather than a number or a function of the step.
+
+    One that can be called in both ways is a schedule as a learning rate, and a rule as any other number.
+    """
+    return callable(value) and _takes(value, "", ()) and not (key == "lr" and _takes(value, 1))
+
+
+def _takes(function: Callable[..., Any], *args: Any) -> bool:
+    """Whether a function can be called with these arguments."""
     try:
-        inspect.signature(function).bind(1)
+        inspect.signature(function).bind(*args)
     except TypeError:
         return False
     except ValueError:  # a function written in C may have no signature
@@ -82,10 +95,11 @@ def _takes_step(function: Callable[..., Any]) -> bool:
     return True
 
 
-def _not_a_schedule(where: str, got: str) -> TypeError:
+def _no_number(where: str, key: str, got: str) -> TypeError:
     return TypeError(
-        f"{where}lr must be a number, a 0-d tensor or a function of the step, got {got}. For rates by parameter "
-        f"combine optimizers: masked(adamw(1e-3), rule, adamw(1e-4))"
+        f"{where}{key} must be a number{', a 0-d tensor' * (key == 'lr')}, a function of the step, or a function of a "
+        f"parameter's path and shape, got {got}. For rates by parameter pass for example "
+        f"lr=lambda path, shape: 1e-3 if 'head' in path else 1e-4"
     )
 
 
@@ -121,35 +135,72 @@ def constants(numbers: dict[str, Any]) -> dict[str, Any]:
 
 
 def begun(numbers: dict[str, Any], state: Any) -> tuple[Any, dict[str, Any]]:
-    """Returns the next step's number and its hyperparameters, with the learning rate of this step."""
-    count, hparams = state["step"] + 1, numbers | state["numbers"]
-    return count, hparams | {"lr": at_step(hparams["lr"], count)}
+    """Returns the next step's number and its hyperparameters; a rule is a function to the number of this step."""
+    count = state["step"] + 1
+    return count, {key: at_step(key, value, count) for key, value in (numbers | state["numbers"]).items()}
 
 
-def at_step(value: Any, step: Any) -> Any:
-    """A learning rate, or what a schedule returns for a step; one that is a tensor it gets as float64.
+def at_step(key: str, value: Any, step: Any) -> Any:
+    """A hyperparameter at a step: the number, what a schedule returns, or a rule whose schedules are called.
+
+    A schedule gets a step that is a tensor as float64.
 
     Raises:
-        TypeError: the step is a tensor, and the schedule returns a number all the same.
-        ValueError: the rate is out of its range.
+        TypeError: the step is a tensor, and a schedule returns a number all the same.
+        ValueError: a schedule returns a number out of its range.
     """
     if not callable(value):
         return value
+    return _RuleAtStep(key, value, step) if is_rule(key, value) else _scheduled(key, value, step)
+
+
+class _RuleAtStep:
+    """A rule `(path, shape) -> number` at one step, which calls the schedules that the given rule returns."""
+
+    def __init__(self, key: str, rule: Callable[..., Any], step: Any) -> None:
+        self.key, self.rule, self.step = key, rule, step
+        self._numbers: dict[Any, Any] = {}
+        self._schedules: dict[int, tuple[Schedule, Any]] = {}  # by identity, as equal numbers share kernels
+
+    def __call__(self, path: str, shape: Any) -> Any:
+        """The number of a parameter."""
+        if (path, shape) not in self._numbers:
+            self._numbers[path, shape] = self._number(path, self.rule(path, shape))
+        return self._numbers[path, shape]
+
+    def _number(self, path: str, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            raise TypeError(f"the rule of {self.key} must give a number or a schedule, got a tensor for {path}")
+        if not callable(value):
+            return value
+        if id(value) not in self._schedules:
+            self._schedules[id(value)] = value, _scheduled(self.key, value, self.step)
+        number = self._schedules[id(value)][1]
+        if isinstance(number, Tensor) and number.requires_grad:
+            raise TypeError(
+                f"the rule of {self.key} gives {path} a tensor that needs a gradient: only a learning rate that all "
+                f"parameters share may have one. Pass number.item()"
+            )
+        return number
+
+
+def _scheduled(key: str, schedule: Schedule, step: Any) -> Any:
     try:
-        rate = value(step.double() if isinstance(step, Tensor) else step)
+        number = schedule(step.double() if isinstance(step, Tensor) else step)
     except (TypeError, AttributeError) as error:
         if isinstance(step, Tensor):  # which a schedule of the step's number may not take
             raise
-        raise _not_a_schedule("", f"{kind(value)}, which raised {type(error).__name__}: {error}") from error
-    if isinstance(rate, Tensor):
-        return rate
+        raise _no_number("", key, f"{kind(schedule)}, which raised {type(error).__name__}: {error}") from error
+    if isinstance(number, Tensor):
+        return number
     if isinstance(step, Tensor):  # the number belongs to this step, and a captured step would keep it
         raise TypeError(
-            f"the schedule was given the step number as a tensor, and returned {kind(rate)}: compute the rate by "
+            f"the schedule was given the step number as a tensor, and returned {kind(number)}: compute the number by "
             f"operations of torch, such as torch.where, or pass a schedule of shardfn.optim or a number"
         )
-    in_range(f"the schedule at step {step}", "lr", rate)
-    return rate
+    if key in RANGES:
+        in_range(f"the schedule at step {step}", key, number)
+    return number
 
 
 def _allowed(key: str, low: float, high: float, ends: str) -> str:
@@ -158,9 +209,11 @@ def _allowed(key: str, low: float, high: float, ends: str) -> str:
     last = f"below {high:g}" if ends[1] == ")" else f"at most {high:g}"
     bounds = [part for part, end in ((first, low), (last, high)) if math.isfinite(end)]
     text = f"a number {' and '.join(bounds)}"
-    if key == "lr":
-        return f"{text}, a 0-d tensor or a function of the step"
-    return f"{text}, or a function of a parameter's path and shape" if key == "weight_decay" else text
+    if key in ("lr", "weight_decay"):
+        return (
+            f"{text}, {'a 0-d tensor, ' * (key == 'lr')}or a function of the step, or of a parameter's path and shape"
+        )
+    return text
 
 
 def kind(value: Any) -> str:

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from shardfn.collectives.agree import agree
 from shardfn.mesh.selectors import Which
+from shardfn.optim.differentiable import times
 from shardfn.optim.elementwise import adamw
-from shardfn.optim.hyperparameters import Schedule, begun, check, check_integer, constants, kind, made_of_numbers
+from shardfn.optim.hyperparameters import Hyperparameter, begun, check, check_integer, constants, kind, made_of_numbers
 from shardfn.optim.norms import dots
-from shardfn.optim.optimizer import Optimizer, Rule
+from shardfn.optim.optimizer import Optimizer
 from shardfn.optim.owners import (
     OwnedBlock,
     all_remembered,
@@ -103,14 +104,14 @@ class Kfac(Optimizer):
 
 @made_of_numbers
 def kfac(
-    lr: float | Tensor | Schedule,
+    lr: Hyperparameter | Tensor,
     *,
     momentum: float = 0.9,
     b2: float = 0.95,
     damping: float = 1e-3,
     clip: float | None = 1e-3,
     every: int = 10,
-    weight_decay: float | Rule = 0.0,
+    weight_decay: Hyperparameter = 0.0,
     which: Which = lambda path, shape: len(shape) > 1,
     fallback: Optimizer | None = None,
     donate: bool = True,
@@ -132,13 +133,13 @@ def kfac(
     that works on it.
 
     Args:
-        lr: :math:`\eta`: a number, a 0-d floating-point tensor, or a function of the step number, which begins at 1.
+        lr: :math:`\eta`: a number, a 0-d floating-point tensor, a schedule or a rule.
         momentum: :math:`\mu`, from 0 to 1.
         b2: :math:`\beta_2`, from 0 to below 1: decay of factors.
         damping: :math:`\lambda`, above 0.
         clip: c, above 0: a bound of the step's square in the norm of the Fisher matrix; None for none.
         every: steps from one computation of inverses to the next; the first step computes them.
-        weight_decay: :math:`\lambda_w`, 0 or more, or a rule `(path, shape) -> number`.
+        weight_decay: :math:`\lambda_w`, 0 or more, or a schedule or rule.
         which: the matrices, as for `masked`; by default all parameters of two or more dimensions.
         fallback: for all other parameters; None for ``adamw(1e-3)``.
         donate: as for `shampoo`.
@@ -288,7 +289,10 @@ def _clipped(
     """The directions, scaled so that the step's square in the norm of the Fisher matrix is at most `max_square`."""
     chosen = [leaves.each[i] for i in present]
     zipped = (zip(chosen, values, strict=True) for values in (present.values(), directions))
-    g, d = (leaves._replace(each=[unit._replace(values=x) for unit, x in pairs_of]) for pairs_of in zipped)
-    size = rate**2 * dots([g], d)[0]
+    g, d = (
+        leaves._replace(each=[unit._replace(values=times(unit, x, rate)) for unit, x in pairs_of])
+        for pairs_of in zipped
+    )
+    size = dots([g], d)[0]
     scale = (max_square / size.clamp(min=max_square)).sqrt()
     return [d * scale.to(d.device, d.dtype) for d in directions]

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from shardfn.compat import dispatch, functorch
 from shardfn.optim.differentiable import filled, lerped, numbered, refuse_overwriting, shared_values
-from shardfn.optim.hyperparameters import Schedule, begun, check, constants, made_of_numbers
+from shardfn.optim.hyperparameters import Hyperparameter, begun, check, constants, made_of_numbers
 from shardfn.optim.norms import squares
-from shardfn.optim.optimizer import Optimizer, Rule, of_rule
+from shardfn.optim.optimizer import Optimizer, of_rule
 from shardfn.optim.state_offload import on_whole
 from shardfn.optim.step_counts import count_spans, missed_after
 from shardfn.shards.parts import refuse_parts
@@ -20,14 +20,14 @@ from shardfn.shards.pieces import Unit, Units, joined, pairs, refuse_complex, un
 
 @made_of_numbers
 def lamb(
-    lr: float | Tensor | Schedule,
+    lr: Hyperparameter | Tensor,
     *,
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-6,
     min_trust_ratio: float = 0.0,
     max_trust_ratio: float | None = None,
-    weight_decay: float | Rule = 0.0,
+    weight_decay: Hyperparameter = 0.0,
     donate: bool = True,
 ) -> Optimizer:
     r"""LAMB, for large batches; overwrites parameters and state unless `donate=False`.
@@ -39,13 +39,13 @@ def lamb(
     State: two numbers a parameter.
 
     Args:
-        lr: :math:`\eta`: a number, a 0-d floating-point tensor, or a function of the step number, which begins at 1.
+        lr: :math:`\eta`: a number, a 0-d floating-point tensor, a schedule or a rule.
         b1: :math:`\beta_1`, from 0 to below 1: decay of the mean of gradients.
         b2: :math:`\beta_2`, from 0 to below 1: decay of the mean of squared gradients.
         eps: :math:`\epsilon`, 0 or more.
         min_trust_ratio: lower bound of the quotient, 0 or more; DeepSpeed has 0.01.
         max_trust_ratio: upper bound of the quotient, at least `min_trust_ratio`; None for no bound. DeepSpeed has 10.
-        weight_decay: :math:`\lambda`, 0 or more, or a rule `(path, shape) -> number`.
+        weight_decay: :math:`\lambda`, 0 or more, or a schedule or rule.
         donate: as for `sgd`.
 
     Returns:
@@ -148,7 +148,8 @@ def _overwrite(
         squares(leaves), squares(Units(moving, leaves.tree)), hparams["min_trust_ratio"], hparams.get("max_trust_ratio")
     )
     if paths:
-        torch._foreach_mul_(ms, torch._foreach_mul([quotients[path] for path in paths], hparams["lr"]))
+        rates = {path: rate for unit in moving for path, rate in numbered(hparams["lr"], unit)[0].items()}
+        torch._foreach_mul_(ms, [quotients[path] * rates[path] for path in paths])
         torch._foreach_sub_(ps, ms)
     for dst, new in copies:
         dst.copy_(new)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from shardfn.optim.differentiable import lerped, refuse_overwriting
-from shardfn.optim.hyperparameters import Schedule, begun, check, check_integer, constants, made_of_numbers
-from shardfn.optim.optimizer import Optimizer, Rule
+from shardfn.optim.hyperparameters import Hyperparameter, begun, check, check_integer, constants, made_of_numbers
+from shardfn.optim.optimizer import Optimizer
 from shardfn.optim.owners import on_everyone, on_owner, updated_values
 from shardfn.optim.state_offload import on_whole
 from shardfn.shards.boxes import Ints
@@ -19,11 +19,11 @@ from shardfn.shards.pieces import pairs, refuse_complex, units, zeros_like
 
 @made_of_numbers
 def muon(
-    lr: float | Tensor | Schedule,
+    lr: Hyperparameter | Tensor,
     *,
     momentum: float = 0.95,
     nesterov: bool = True,
-    weight_decay: float | Rule = 0.1,
+    weight_decay: Hyperparameter = 0.1,
     iterations: int = 5,
     dtype: torch.dtype | None = torch.bfloat16,
     donate: bool = True,
@@ -38,10 +38,10 @@ def muon(
     State: one number a parameter.
 
     Args:
-        lr: :math:`\eta`: a number, a 0-d floating-point tensor, or a function of the step number, which begins at 1.
+        lr: :math:`\eta`: a number, a 0-d floating-point tensor, a schedule or a rule.
         momentum: :math:`\mu`, from 0 to 1.
         nesterov: whether to use Nesterov's momentum.
-        weight_decay: :math:`\lambda`, 0 or more, or a rule `(path, shape) -> number`.
+        weight_decay: :math:`\lambda`, 0 or more, or a schedule or rule.
         iterations: number of Newton-Schulz iterations, 1 or more.
         dtype: dtype of the iteration and of what ranks exchange; None for the gradient's. A CPU without instructions
             for bfloat16 takes about 80 times as long in it as in float32.

@@ -19,7 +19,7 @@ from torch import Tensor
 from shardfn.collectives import functional
 from shardfn.compat import functorch
 from shardfn.mesh.scope import scope_of
-from shardfn.optim.differentiable import differentiable, refuse_overwriting, tied, varied
+from shardfn.optim.differentiable import differentiable, refuse_overwriting, tied, times, varied
 from shardfn.optim.hyperparameters import check, kind
 from shardfn.optim.optimizer import Transform
 from shardfn.quoting import listed
@@ -209,27 +209,32 @@ def dots(trees: Sequence[Units], other: Units) -> Tensor:
     return torch.view_as_complex(total.view(-1, 2)) if numbers == 2 else total
 
 
-def clip_by_global_norm(limit: float, *, order: float = 2.0, donate: bool = True) -> Transform:
+def clip_by_global_norm(
+    limit: float, *, order: float = 2.0, by: Callable[[str, Any], Any] | None = None, donate: bool = True
+) -> Transform:
     r"""Scales gradients so that their global norm is at most `limit`; overwrites them unless `donate=False`.
 
     :math:`g \leftarrow g \min(1, c / \lVert g \rVert)`. The norm before clipping is in the state, under `"norm"`, a
-    0-d tensor. If it is not finite, all gradients become so.
+    0-d tensor, or with `by` a dict of them. If it is not finite, all gradients become so.
 
     Args:
         limit: :math:`c`, above 0.
-        order: of the norm, as for `global_norm`.
+        order: of the norm, as for `global_norm`; with `by` 1 or 2.
+        by: a rule `(path, shape) -> name` of a group; each group is scaled by the norm of its own gradients. None for
+            one norm of all.
         donate: whether to overwrite gradients; if not, the update can be differentiated.
 
     Returns:
         A `Transform`.
 
     Raises:
-        TypeError, ValueError: the limit is not a number, or not above 0; another order than 1, 2 or infinity.
+        TypeError, ValueError: the limit is not a number, or not above 0; another order than 1, 2 or infinity; `by` is
+            not a function, or gives something else than a string.
 
     Sources: Pascanu et al., On the difficulty of training recurrent neural networks (2013), algorithm 1.
 
     Example:
-        ``chain(clip_by_global_norm(1.0), adamw(3e-4))``
+        ``chain(clip_by_global_norm(1.0, by=lambda path, shape: path.split(".")[0]), adamw(3e-4))``
     """
     if not isinstance(limit, (int, float)) and optree.tree_leaves(limit) != [limit]:
         raise TypeError(
@@ -238,10 +243,29 @@ def clip_by_global_norm(limit: float, *, order: float = 2.0, donate: bool = True
         )
     check("clip_by_global_norm", {"limit": limit, "donate": donate})
     _refuse_order("clip_by_global_norm", order)
+    if by is not None and (not callable(by) or order == math.inf):
+        raise TypeError(
+            f"clip_by_global_norm: by must be a function of a parameter's path and shape, with order 1 or 2, got "
+            f"{kind(by)} and order {order}"
+        )
+
+    def group_of(path: str, shape: Any) -> str:
+        name = by(path, shape) if by is not None else ""
+        if not isinstance(name, str):
+            raise TypeError(f"clip_by_global_norm: by must give the name of a group, a string, got {name!r} for {path}")
+        return name
 
     def update(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         if has_parts():  # or else trees need not be taken apart for it
             refuse_parts("clip_by_global_norm", *([] if params is None else [units(params)]), units(grads))
+        if by is not None:
+            norms = _norms_by_group(_counted(units(grads)), order, group_of)
+            factors = {
+                name: (limit / norm.clamp(min=limit)).where(norm.isfinite(), norm) for name, norm in norms.items()
+            }
+            grads = _scaled_by_group("clip_by_global_norm", grads, factors, group_of, donate)
+            known = dict(state["norm"]) | {name: norm.detach() for name, norm in norms.items()}
+            return grads, state | {"limit": limit, "norm": known}
         norm = _norm(_counted(units(grads)), order)
         factor = (limit / norm.clamp(min=limit)).where(norm.isfinite(), norm)
         return scaled("clip_by_global_norm", grads, factor, donate), state | {"limit": limit, "norm": norm.detach()}
@@ -251,7 +275,9 @@ def clip_by_global_norm(limit: float, *, order: float = 2.0, donate: bool = True
         refuse_parts("clip_by_global_norm", leaves)
         trained = [unit.values for unit in leaves.each if unit.trainable]
         dtype = torch.float64 if torch.float64 in map(wide, trained) else torch.float32
-        return {"limit": limit, "norm": torch.zeros((), dtype=dtype, device=trained[0].device if trained else None)}
+        zero = torch.zeros((), dtype=dtype, device=trained[0].device if trained else None)
+        names = {group_of(path, shape) for unit in leaves.each if unit.trainable for _, path, shape in spread(unit)}
+        return {"limit": limit, "norm": zero if by is None else {name: zero.clone() for name in sorted(names)}}
 
     return Transform(init, update)
 
@@ -304,6 +330,53 @@ def scaled(name: str, tree: Any, factor: Tensor | float, donate: bool) -> Any:
     return _changed(name, tree, donate, scale, lambda u: (u.values * varied(factor, u)).to(u.values.dtype))
 
 
+def _norms_by_group(leaves: Units, order: float, group_of: Callable[[str, Any], str]) -> dict[str, Tensor]:
+    """The norm of each group of parameters."""
+    sums, members = squares(leaves, order), dict[str, list[Tensor]]()
+    for unit in leaves.each:
+        for _, path, shape in spread(unit):
+            members.setdefault(group_of(path, shape), []).append(sums[path])
+    totals = {name: functools.reduce(lambda a, b: torch.add(*_promoted(a, b)), xs) for name, xs in members.items()}
+    return {name: total.sqrt() if order == 2 else total for name, total in totals.items()}
+
+
+def _scaled_by_group(
+    name: str, tree: Any, factors: dict[str, Tensor], group_of: Callable[[str, Any], str], donate: bool
+) -> Any:
+    """A tree whose parameters are multiplied by the factors of their groups."""
+
+    def factor(path: str, shape: Any) -> Tensor:
+        return factors[group_of(path, shape)]
+
+    leaves = units(tree)
+    if donate:
+        refuse_overwriting(name, tree)
+    if not donate or functorch.inside_transform() or not _overwritable(leaves):
+        moving = (u.trainable and u.values is not None for u in leaves.each)
+        return leaves.with_values(
+            times(u, u.values, factor) if moves else u.values for u, moves in zip(leaves.each, moving, strict=True)
+        )
+    views: dict[str, list[Tensor]] = {}
+    for unit in leaves.each:
+        for s in unit.filled if unit.trainable and unit.values is not None else ():
+            view = unit.values if unit.layout is None else unit.values[s.start : s.stop]
+            views.setdefault(group_of(s.path, s.whole), []).append(view)
+    with torch.no_grad():
+        for group, xs in views.items():
+            in_place(xs, functools.partial(_multiply, factors[group]))
+    return tree
+
+
+def _multiply(factor: Tensor, xs: list[Tensor]) -> None:
+    torch._foreach_mul_(xs, factor.to(xs[0].device))
+
+
+def _overwritable(leaves: Units) -> bool:
+    """Whether all tensors can be overwritten; the gradient of a sum, say, stores one number for many elements."""
+    trained = (unit.values for unit in leaves.each if unit.trainable and unit.values is not None)
+    return not any(0 in x.stride() and not dense(x) for x in trained)
+
+
 def _changed(
     name: str, tree: Any, donate: bool, overwrite: Callable[[list[Tensor]], object], replaced: Callable[[Unit], Tensor]
 ) -> Any:
@@ -312,8 +385,7 @@ def _changed(
     trained = [unit for unit in leaves.each if unit.trainable and unit.values is not None]
     if donate:
         refuse_overwriting(name, tree)
-    # A tensor with stride 0 cannot be overwritten: the gradient of a sum, say, stores one number for many elements.
-    if donate and not any(0 in unit.values.stride() and not dense(unit.values) for unit in trained):
+    if donate and _overwritable(leaves):
         with torch.no_grad():
             in_place([unit.values for unit in trained], overwrite)
         return tree

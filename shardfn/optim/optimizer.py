@@ -22,9 +22,6 @@ from shardfn.shards.layout import Layout
 from shardfn.shards.pieces import Segment, is_unit, pairs, units
 from shardfn.tracebacks import api_boundary
 
-Rule = Callable[[str, tuple[int, ...]], Any]
-"""A value for each parameter: a function of its path, such as `blocks.0.attn.q`, and its whole shape."""
-
 
 @dataclass(frozen=True)
 class Optimizer:

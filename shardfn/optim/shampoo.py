@@ -16,8 +16,16 @@ from torch import Tensor
 
 from shardfn.optim.differentiable import refuse_overwriting
 from shardfn.optim.elementwise import adamw
-from shardfn.optim.hyperparameters import Schedule, begun, check, check_integer, check_rule, constants, made_of_numbers
-from shardfn.optim.optimizer import Optimizer, Rule
+from shardfn.optim.hyperparameters import (
+    Hyperparameter,
+    begun,
+    check,
+    check_integer,
+    check_rule,
+    constants,
+    made_of_numbers,
+)
+from shardfn.optim.optimizer import Optimizer
 from shardfn.optim.owners import OwnedBlock, all_remembered, as_owner, eigh, exact, on_owner, updated_values
 from shardfn.optim.state_offload import on_whole
 from shardfn.optim.wrappers import masked
@@ -31,17 +39,17 @@ Direction = Callable[[Tensor, dict[str, Any], int, dict[str, float]], Tensor]
 
 @made_of_numbers
 def shampoo(
-    lr: float | Tensor | Schedule,
+    lr: Hyperparameter | Tensor,
     *,
-    b1: float | Rule = 0.9,
-    b2: float | Rule = 0.999,
-    eps: float | Rule = 1e-8,
-    ridge: float | Rule = 1e-12,
+    b1: Hyperparameter = 0.9,
+    b2: Hyperparameter = 0.999,
+    eps: Hyperparameter = 1e-8,
+    ridge: Hyperparameter = 1e-12,
     exponent: float | None = None,
     graft: bool = True,
     every: int = 10,
     block: int = 1024,
-    weight_decay: float | Rule = 0.0,
+    weight_decay: Hyperparameter = 0.0,
     donate: bool = True,
 ) -> Optimizer:
     r"""Shampoo, grafted to Adam; overwrites parameters and state unless `donate=False`.
@@ -57,7 +65,7 @@ def shampoo(
     that works on the block.
 
     Args:
-        lr: :math:`\eta`: a number, a 0-d floating-point tensor, or a function of the step number, which begins at 1.
+        lr: :math:`\eta`: a number, a 0-d floating-point tensor, a schedule or a rule.
         b1: :math:`\beta_1`, from 0 to below 1, or a rule: decay of the mean of gradients, the momentum.
         b2: :math:`\beta_2`, from 0 to below 1, or a rule: decay of factors and of the mean of squared gradients.
         eps: :math:`\epsilon`, 0 or more, or a rule: keeps Adam's divisor above 0.
@@ -67,7 +75,7 @@ def shampoo(
         graft: whether to scale directions to Adam's.
         every: steps from one computation of the roots to the next; the first step computes them.
         block: longest dimension of a block.
-        weight_decay: :math:`\lambda`, 0 or more, or a rule `(path, shape) -> number`.
+        weight_decay: :math:`\lambda`, 0 or more, or a schedule or rule.
         donate: whether to overwrite parameters and state. The step has no derivative in either case.
 
     Returns:
@@ -104,16 +112,16 @@ def shampoo(
 
 @made_of_numbers
 def kl_shampoo(
-    lr: float | Tensor | Schedule,
+    lr: Hyperparameter | Tensor,
     *,
-    b1: float | Rule = 0.9,
-    b2: float | Rule = 0.98,
-    eps: float | Rule = 1e-8,
-    ridge: float | Rule = 1e-12,
-    initial: float | Rule = 0.1,
+    b1: Hyperparameter = 0.9,
+    b2: Hyperparameter = 0.98,
+    eps: Hyperparameter = 1e-8,
+    ridge: Hyperparameter = 1e-12,
+    initial: Hyperparameter = 0.1,
     every: int = 10,
     block: int = 8192,
-    weight_decay: float | Rule = 0.01,
+    weight_decay: Hyperparameter = 0.01,
     donate: bool = True,
 ) -> Optimizer:
     r"""KL-Shampoo, which needs no grafting; overwrites parameters and state unless `donate=False`.
@@ -133,7 +141,7 @@ def kl_shampoo(
     that works on the block.
 
     Args:
-        lr: :math:`\eta`: a number, a 0-d floating-point tensor, or a function of the step number, which begins at 1.
+        lr: :math:`\eta`: a number, a 0-d floating-point tensor, a schedule or a rule.
         b1: :math:`\beta_1`, from 0 to below 1, or a rule: decay of the mean of gradients, the momentum.
         b2: :math:`\beta_2`, from 0 to below 1, or a rule: decay of factors.
         eps: of `adamw`, for vectors: 0 or more, or a rule.
@@ -142,7 +150,7 @@ def kl_shampoo(
         initial: above 0, or a rule: factors begin as this number times the identity.
         every: steps from one decomposition to the next; the first step decomposes.
         block: longest dimension of a block.
-        weight_decay: :math:`\lambda`, 0 or more, or a rule `(path, shape) -> number`.
+        weight_decay: :math:`\lambda`, 0 or more, or a schedule or rule.
         donate: as for `shampoo`.
 
     Returns:
@@ -181,14 +189,14 @@ def kl_shampoo(
 
 @made_of_numbers
 def soap(
-    lr: float | Tensor | Schedule,
+    lr: Hyperparameter | Tensor,
     *,
-    b1: float | Rule = 0.95,
-    b2: float | Rule = 0.95,
-    eps: float | Rule = 1e-8,
+    b1: Hyperparameter = 0.95,
+    b2: Hyperparameter = 0.95,
+    eps: Hyperparameter = 1e-8,
     every: int = 10,
     block: int = 8192,
-    weight_decay: float | Rule = 0.01,
+    weight_decay: Hyperparameter = 0.01,
     donate: bool = True,
 ) -> Optimizer:
     r"""SOAP: Adam in the eigenbases of Shampoo's factors; overwrites parameters and state unless `donate=False`.
@@ -203,13 +211,13 @@ def soap(
     State: as Shampoo's.
 
     Args:
-        lr: :math:`\eta`: a number, a 0-d floating-point tensor, or a function of the step number, which begins at 1.
+        lr: :math:`\eta`: a number, a 0-d floating-point tensor, a schedule or a rule.
         b1: :math:`\beta_1`, from 0 to below 1, or a rule: decay of the mean of gradients.
         b2: :math:`\beta_2`, from 0 to below 1, or a rule: decay of factors and of the mean of squared gradients.
         eps: :math:`\epsilon`, 0 or more, or a rule: keeps Adam's divisor above 0.
         every: steps from one power iteration to the next.
         block: longest dimension of a block.
-        weight_decay: :math:`\lambda`, 0 or more, or a rule `(path, shape) -> number`.
+        weight_decay: :math:`\lambda`, 0 or more, or a schedule or rule.
         donate: as for `shampoo`.
 
     Returns:

@@ -18,9 +18,9 @@ from shardfn.compat import dispatch
 from shardfn.compat.devices import elements_at_a_time
 from shardfn.optim.differentiable import refuse_overwriting, tied, varied
 from shardfn.optim.fused import AdamW
-from shardfn.optim.hyperparameters import begun, check, check_rule, constants
+from shardfn.optim.hyperparameters import Rule, begun, check, check_rule, constants, is_rule
 from shardfn.optim.norms import wide
-from shardfn.optim.optimizer import Optimizer, Rule, of_rule
+from shardfn.optim.optimizer import Optimizer, of_rule
 from shardfn.optim.state_dtype import Coded, Kept, Opened, Stored
 from shardfn.optim.state_offload import on_whole
 from shardfn.optim.step_counts import Missed, missed_after, missed_key
@@ -93,7 +93,7 @@ def optimizer(
     Its slots are in the parameters' dtype, or stored as `storage` says, with random numbers from the seed.
     """
     check(name, numbers | {"donate": donate}, numbers)
-    varying = {name: value for name, value in numbers.items() if callable(value) and name != "lr"}
+    varying = [name for name, value in numbers.items() if is_rule(name, value)]
     drawing = {} if storage is None or storage.dtypes != (torch.bfloat16,) else {"seed": int_seed(seed)}
 
     def init(params: Any) -> Any:
@@ -114,7 +114,8 @@ def optimizer(
         missed = missed_after(state["missed"], rows) if rule.counts else {}
         new_counts = {"step": count} | ({"missed": missed} if rule.counts else {})
         work = [_UnitUpdate(i, unit, grad, [slot[i] for slot in slots]) for i, (unit, grad) in enumerate(rows)]
-        jobs = [(item, _spans(item.unit, varying, missed)) for item in work if item.grad is not None]
+        rules = {name: hparams[name] for name in varying}
+        jobs = [(item, _spans(item.unit, rules, missed)) for item in work if item.grad is not None]
         rule_step = _RuleStep(rule, storage, leaves, count, hparams, (state.get("seed", 0), count), missed)
         if donate:
             refuse_overwriting(name, params, grads, state)
@@ -156,18 +157,18 @@ class _UnitUpdate:
 Span = tuple[tuple[tuple[str, Any], ...], int, int]
 
 
-def _spans(unit: Unit, varying: dict[str, Rule], missed: Missed) -> list[Span]:
+def _spans(unit: Unit, rules: dict[str, Rule], missed: Missed) -> list[Span]:
     """Ranges of elements with the same numbers: `(numbers, start, stop)`."""
-    if not varying and not missed:
+    if not rules and not missed:
         return [((), 0, unit.values.numel())]
 
     def key_of(segment: Segment) -> tuple[tuple[str, Any], ...]:
-        key = tuple((name, of_rule(rule, segment)) for name, rule in varying.items())
+        key = tuple((name, of_rule(rule, segment)) for name, rule in rules.items())
         return (*key, ("missed", missed_key(missed, segment.path))) if missed else key
 
     spans = runs(unit, key_of)
     for key, *_ in spans:
-        check_rule(unit.name, key[: len(varying)])
+        check_rule(unit.name, tuple(pair for pair in key[: len(rules)] if not isinstance(pair[1], Tensor)))
     return spans
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from shardfn.mesh.planned import planned
 from shardfn.optim.differentiable import refuse_overwriting
 from shardfn.optim.guard import other_parameters
-from shardfn.optim.hyperparameters import at_step, check, check_integer, constants, kind
+from shardfn.optim.hyperparameters import at_step, check, check_integer, constants, is_rule, kind
 from shardfn.optim.optimizer import Optimizer
 from shardfn.optim.state_offload import NOWHERE, on_whole
 from shardfn.quoting import listed
@@ -32,8 +32,8 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
         make: the optimizer's class, such as `torch.optim.RMSprop` or `bitsandbytes.optim.AdamW8bit`.
         block: a multiple of this many elements is passed as one tensor, and the rest of a shard as another: 256 for
             `torchao.optim.AdamW8bit`, which otherwise does not compress.
-        **options: arguments of the class. `lr` may be a function of the step, any other number a rule
-            `(path, shape) -> number`.
+        **options: arguments of the class. Any number may be a function of the step, or a rule
+            `(path, shape) -> number or function of the step`.
 
     Returns:
         An `Optimizer`; its steps cannot be differentiated.
@@ -53,11 +53,11 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
         raise TypeError(f"from_torch: make must be an optimizer's class, such as torch.optim.RMSprop, got {kind(make)}")
     if "lr" in options:
         check("from_torch", {"lr": options["lr"]})
+    varying = [name for name, value in options.items() if is_rule(name, value)]
     name = getattr(make, "__name__", str(make))
     with _numbers_on_host():
         _refuse_coupled(name, make, options, block)
         draws = _draws(make, options, block)
-    rules = {name: value for name, value in options.items() if callable(value) and name != "lr"}
 
     def init(params: Any) -> Any:
         leaves = units(params)
@@ -68,9 +68,8 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         count, leaves = state["step"] + 1, units(params)
-        hparams = dict(state["numbers"])
-        if callable(options.get("lr")):
-            hparams["lr"] = at_step(options["lr"], count)
+        hparams = {name: at_step(name, value, count) for name, value in (options | state["numbers"]).items()}
+        rules = {name: hparams.pop(name) for name in varying}
         groups: dict[Any, list[Tensor]] = {}
         work: list[tuple[Tensor, Unit, dict[str, Any], _ElementRange]] = []
         memory = {name: dict(known) for name, known in state["memory"].items()}
@@ -202,7 +201,7 @@ def _cut(x: Tensor, start: int, stop: int) -> Tensor:
 
 def _plain(options: dict[str, Any]) -> dict[str, Any]:
     """The options at the first step, for a parameter on the CPU with no rules."""
-    plain = constants(options) | ({"lr": at_step(options["lr"], 1)} if callable(options.get("lr")) else {})
+    plain = {name: at_step(name, value, 1) for name, value in options.items() if not is_rule(name, value)}
     plain.pop("capturable", None)  # what a step computes is the same, and torch refuses it on the CPU
     return dict(optree.tree_map(lambda x: x.detach().cpu() if isinstance(x, Tensor) else x, plain))
 

@@ -18,9 +18,9 @@ from shardfn.mesh.planned import planned
 from shardfn.mesh.scope import mesh_of, scope
 from shardfn.mesh.selectors import Which, chosen
 from shardfn.optim.differentiable import differentiable, lerped, refuse_overwriting, share_memory
-from shardfn.optim.hyperparameters import check, check_integer
+from shardfn.optim.hyperparameters import Rule, check, check_integer
 from shardfn.optim.norms import roots
-from shardfn.optim.optimizer import Optimizer, Rule, must_be_optimizer
+from shardfn.optim.optimizer import Optimizer, must_be_optimizer
 from shardfn.quoting import listed
 from shardfn.shards.parts import refuse_parts
 from shardfn.shards.pieces import Unit, Units, copied, is_unit, joined, pairs, slot, spread, stretches, units

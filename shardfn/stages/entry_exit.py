@@ -140,7 +140,8 @@ class Call:
         if not records:
             with schedule.alone:
                 views = self._views(schedule.gather(self))
-                self._report(views)
+                if (recorder := recording.current()) is not None:
+                    self._report(recorder, views)
                 result = self._function(leaves, views)
                 if debugging.nan:
                     nonfinite.after_forward(schedule.mesh, self, views, [leaves[i] for i in indices], _tensors(result))
@@ -151,7 +152,8 @@ class Call:
             if schedule.gathering.decoded.buffers and not self.signature.packed:  # the logits of a head are large
                 schedule.gathering.decoded.trim(all=True)
             token, views = self._entered()
-            self._report(views)
+            if (recorder := recording.current()) is not None:
+                self._report(recorder, views)
             hooks, self.forward = self._hooks(), True
             try:
                 with hooks:
@@ -173,11 +175,10 @@ class Call:
             schedule.ran(self)
         return self._without_aliases(result, [leaves[i] for i in indices], tokens)
 
-    def _report(self, views: Sequence[Sequence[Tensor]]) -> None:
+    def _report(self, recorder: recording.TraceRecorder, views: Sequence[Sequence[Tensor]]) -> None:
         """Tells the checker of the gathered parameters."""
-        if (recorder := recording.current()) is not None:
-            for gather, shard, ps in zip(self.plan.each, self.shards, views, strict=True):
-                record_parameters(recorder, gather.layout, shard, ps)
+        for gather, shard, ps in zip(self.plan.each, self.shards, views, strict=True):
+            record_parameters(recorder, gather.layout, shard, ps)
 
     def _entered(self) -> tuple[Tensor, list[list[Tensor]]]:
         """The parameters as results of the entry, and a token: a tensor whose graph leads to the entry."""
@@ -218,7 +219,7 @@ class Call:
 
     def _hooked_run(self, leaves: list[Any], tensor_indices: Sequence[int], views: list[list[Tensor]]) -> Any:
         signature, remat = self.signature, self.signature.options.remat
-        if remat is False or self._offloads() or not autograd.saved_tensors_hooks_allowed():
+        if not signature.options.recomputes or not autograd.saved_tensors_hooks_allowed():
             return self._function(leaves, views)
         sizes = [len(ps) for ps in views]
         leaves = list(leaves)

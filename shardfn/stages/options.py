@@ -30,6 +30,11 @@ class Options:
     input_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
 
+    @functools.cached_property
+    def recomputes(self) -> bool:
+        """Whether backward runs the function again."""
+        return self.remat.recompute if isinstance(self.remat, Offload) else self.remat is not False
+
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of shards with this dtype are summed."""
         return self.reduce_dtype if self.reduce_dtype and dtype.is_floating_point else dtype
@@ -44,6 +49,11 @@ class Options:
         if remat is offload:
             raise TypeError(
                 "stage: remat=offload is the function that makes a value: remat=offload(), or offload('disk')"
+            )
+        if isinstance(remat, (list, tuple)) and any(isinstance(op, bool) for op in remat):
+            raise TypeError(
+                f"stage: remat must be one value, or a list of operations whose results are kept, got {remat!r}. For "
+                f"layers in turn make a stage for each, or pass functional(module, stages={{pattern: dict(remat=...)}})"
             )
         if callable(remat) or (isinstance(remat, (list, tuple)) and remat):  # each call makes its contexts from it
             policy = remat if callable(remat) else list(remat)

@@ -138,8 +138,7 @@ class Schedule(Prefetch):
         """
         if not records or not call.plan.nbytes:
             return False
-        remat = call.signature.options.remat
-        if not any(call.trains) or not (remat is False or call._offloads()):
+        if not any(call.trains) or call.signature.options.recomputes:
             # Whether a frozen stage has a backward may differ between ranks; recomputation reads all parameters.
             return True
         return self.agreed.get(self.kind_of(call))

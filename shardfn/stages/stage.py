@@ -78,7 +78,8 @@ def stage(
     Args:
         fn: a pure function: its result depends on its arguments (any pytrees), which it does not change.
         remat: False keeps activations for backward; True recomputes them; `offload(to, above)` moves the large ones to
-            host memory, or to disk, until backward, and "offload" is `offload()`; a policy for
+            host memory, or to disk, until backward, with `recompute=True` only the stage's inputs, from which it
+            recomputes, and "offload" is `offload()`; a policy for
             `torch.utils.checkpoint.create_selective_checkpoint_contexts`, or a list of ops, says which results to
             keep. The second forward draws the same random numbers.
         reshard: when the gathered parameters are freed: True, after forward, and backward gathers them again; False,

@@ -41,13 +41,14 @@ class Offload:
 
     to: Where
     above: int
+    recompute: bool = False
 
     def moves(self, device_type: str) -> bool:
         """Whether anything leaves a device of this type: a CPU's memory is the host's."""
         return self.to == "disk" or device_type != "cpu"
 
 
-def offload(to: Where = "host", above: int = 2**20) -> Offload:
+def offload(to: Where = "host", above: int = 2**20, *, recompute: bool = False) -> Offload:
     """A value for `stage(remat=...)`: activations leave the device in forward, and return in time for backward.
 
     They leave while the function goes on, and return while the backward of the following call computes; the bytes in
@@ -58,10 +59,12 @@ def offload(to: Where = "host", above: int = 2**20) -> Offload:
         to: "host", pinned memory of the host, which changes nothing on a CPU mesh; "disk", this rank's own file in the
             folder of `make_mesh(scratch=...)` or of the environment variable `SHARDFN_SCRATCH`.
         above: bytes; smaller tensors stay on the device.
+        recompute: whether backward computes activations again, as by `remat=True`. Then only what a stage is given
+            leaves, such as the hidden states between layers.
 
     Raises:
         ValueError: there is no such place; a negative number of bytes.
-        TypeError: `above` is not an int.
+        TypeError: `above` is not an int, or `recompute` not a bool.
 
     Example:
         ``block = stage(block, remat=sf.offload("disk"))`` on ``make_mesh(shard=-1, scratch="/local/nvme")``
@@ -75,7 +78,9 @@ def offload(to: Where = "host", above: int = 2**20) -> Offload:
         raise TypeError(f"offload: above must be a number of bytes, got {above!r}")
     if above < 0:
         raise ValueError(f"offload: above must be a number of bytes, 0 or more, got {above}")
-    return Offload(to, above)
+    if not isinstance(recompute, bool):
+        raise TypeError(f"offload: recompute must be True or False, got {recompute!r}")
+    return Offload(to, above, recompute)
 
 
 class CallOfStage(Protocol):

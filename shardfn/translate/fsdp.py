@@ -225,7 +225,7 @@ OPTIMIZERS = {
         }.items()
     },
 }
-_GROUPS = "groups of parameters: a rule, such as weight_decay=lambda path, shape: ..., or so.masked"
+_GROUPS = "groups of parameters: rules, such as lr=lambda path, shape: ..., or so.masked for another optimizer"
 
 
 def optimizer(draft: TranslationBuilder, key: str, call: SourceCall) -> None:

@@ -90,7 +90,7 @@ TABLE: Table = {
     "optim_args": missing("arguments of the optimizer", "None"),
     "optim_target_modules": missing("sf.partition says what is trained", "None"),
     "lr_scheduler_kwargs": missing("a function of the step is yours", "None", "{}"),
-    "learning_rate_mapping": missing("so.masked, or a rate by path", "None", "{}"),
+    "learning_rate_mapping": missing("lr= of the optimizer takes a function of path and shape", "None", "{}"),
     "parallelism_config": missing("axes of make_mesh", "None"),
     "sharded_ddp": missing("of FairScale: a strategy, such as sf.zero2", "''", "None", ""),
     "deepspeed_plugin": missing("deepspeed=", "None"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 import shardfn as sf
-from shardfn.interop import Functional, functional
+from shardfn.interop import Functional, functional, generation
 from shardfn.testing import World
 from tests.interop import zoo
 from tests.interop.modules import Call, Fails, Net, mapped, meshed, of_module, off, seeded
@@ -437,8 +438,10 @@ def test_compiled_layers_are_equal_and_compiled_once(world: World) -> None:
         assert frames[0] == frames[1] == frames[2] > 0
 
 
-def generated(name: str) -> tuple[dict[str, bool], int]:
-    """Whether what is generated is what the module does, by case; and how long the ranks' own prompts became."""
+def generated(name: str, free_bytes: float) -> tuple[dict[str, bool], int, int]:
+    """Whether what is generated is what the module does, by case; how long the ranks' own prompts became; and how many
+    gathers the first case took."""
+    generation._free_bytes = lambda *_: free_bytes
     tokens, module = zoo.tokens(), zoo.build(name).eval()
     module.generation_config.pad_token_id = 0  # type: ignore[union-attr]
     asked: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "use_cache": True}
@@ -451,19 +454,23 @@ def generated(name: str) -> tuple[dict[str, bool], int]:
     want = {case: module.generate(x, **asked) for case, x in prompts.items()}  # type: ignore[operator]
     model, params, mesh = sharded(module)
     with torch.no_grad():
-        got = {case: model(params, x, method="generate", **asked) for case, x in prompts.items()}
+        with sf.ledger() as log:
+            got = {"same": model(params, prompts["same"], method="generate", **asked)}
+        got["different"] = model(params, prompts["different"], method="generate", **asked)
         again = mapped(lambda p: model(p, prompts["same"], method="generate", **asked), mesh)(params)
     equal = {case: torch.equal(x, want[case]) for case, x in got.items()}
-    return {**equal, "mapped": torch.equal(again, want["same"])}, got["different"].shape[1] - own.shape[1]
+    gathers = sum(record.op == "all_gather" for record in log.records)
+    return {**equal, "mapped": torch.equal(again, want["same"])}, got["different"].shape[1] - own.shape[1], gathers
 
 
 @pytest.mark.world(2, "processes")
 def test_models_generate_from_shards_with_a_cache(world: World) -> None:
-    for name in ("llama", "gpt2"):
-        ranks = world.run(generated, name)
-        for equal, _ in ranks:
+    for name, free_bytes in (("llama", math.inf), ("llama", 0.0), ("gpt2", math.inf)):
+        ranks = world.run(generated, name, free_bytes)
+        for equal, *_ in ranks:
             assert all(equal.values()), equal
         assert ranks[0][1] < ranks[1][1] == 8
+        assert (ranks[0][2] < 16) == (free_bytes > 0), "once, or for each of 8 tokens"
 
 
 class OwnCache:

@@ -39,6 +39,12 @@ def decay(path: str, shape: tuple[int, ...]) -> float:
     return 0.1 if len(shape) > 1 else 0.0
 
 
+def rate(path: str, shape: tuple[int, ...]) -> Any:
+    """A schedule for matrices, a number for the others, less for earlier blocks."""
+    base = 0.02 * 0.75 ** (3 - int(path.split(".")[1])) if path.startswith("blocks.") else 0.02
+    return so.warmup_cosine(base, warmup=2, steps=6) if len(shape) > 1 else base
+
+
 def told_of_squares(optimizer: so.Sophia) -> so.Optimizer:
     """Sophia, for which at every other step some function of the gradient stands for a diagonal."""
 
@@ -73,6 +79,16 @@ OPTIMIZERS: dict[str, Callable[..., so.Optimizer]] = {
     "soap": lambda **k: so.soap(0.02, eps=1e-6, every=2, weight_decay=decay, **k),
     "rmsprop of torch": lambda donate: so.from_torch(torch.optim.RMSprop, lr=0.01, weight_decay=decay),
     "adam of torch": lambda donate: so.from_torch(torch.optim.Adam, lr=0.01, amsgrad=True),
+    "adamw by parameter": lambda **k: so.chain(
+        so.clip_by_global_norm(0.5, by=lambda path, shape: path.split(".")[0], **k),
+        so.adamw(rate, b1=lambda path, shape: 0.8 if "w" in path else 0.9, weight_decay=lambda step: 0.1 / step, **k),
+    ),
+    "adamw8bit by parameter": lambda **k: so.adamw8bit(rate, weight_decay=decay, **k),
+    "adafactor by parameter": lambda **k: so.adafactor(rate, weight_decay=decay, **k),
+    "lamb by parameter": lambda **k: so.lamb(rate, weight_decay=decay, **k),
+    "muon by parameter": lambda **k: so.masked(so.muon(rate, dtype=None, **k), is_matrix, so.adamw(rate, **k)),
+    "soap by parameter": lambda **k: so.soap(rate, eps=1e-6, every=2, weight_decay=decay, **k),
+    "rmsprop of torch by parameter": lambda donate: so.from_torch(torch.optim.RMSprop, lr=rate, weight_decay=decay),
     "everything": lambda **k: so.chain(
         so.clip_by_value(3.0, **k),
         so.clip_by_global_norm(0.7, **k),
@@ -80,7 +96,7 @@ OPTIMIZERS: dict[str, Callable[..., so.Optimizer]] = {
     ),
 }
 
-ROUNDING = {"soap": 1e-8}  # the eigenvectors of small eigenvalues amplify it
+ROUNDING = {"soap": 1e-8, "soap by parameter": 1e-8}  # the eigenvectors of small eigenvalues amplify it
 
 
 def containers(tree: Any) -> set[int]:
@@ -438,7 +454,7 @@ WRONG_THINGS: dict[str, Any] = {
     "number": 3,
     "tree": {"w": torch.ones(2)},
     "rates": {"w": 0.1},
-    "rule": lambda path, shape: 0.1,
+    "rule": lambda path, shape, name: 0.1,
 }
 
 
@@ -518,17 +534,18 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a rule for a schedule": (
         lambda: so.adamw(WRONG_THINGS["rule"]),
-        "adamw: lr must be a number, a 0-d tensor or a function of the step, got a function of (path, shape). For "
-        "rates by parameter combine optimizers: masked(adamw(1e-3), rule, adamw(1e-4))",
+        "adamw: lr must be a number, a 0-d tensor, a function of the step, or a function of a parameter's path and "
+        "shape, got a function of (path, shape, name). For rates by parameter pass for example lr=lambda path, shape:",
     ),
     "a rule for torch's schedule": (
         lambda: so.from_torch(torch.optim.SGD, lr=WRONG_THINGS["rule"]),
-        "from_torch: lr must be a number, a 0-d tensor or a function of the step, got a function of (path, shape)",
+        "from_torch: lr must be a number, a 0-d tensor, a function of the step, or a function of a parameter's path",
     ),
-    "rates by path": (lambda: so.muon(WRONG_THINGS["rates"]), "muon: lr must be a number, a 0-d tensor or a function"),
+    "rates by path": (lambda: so.muon(WRONG_THINGS["rates"]), "muon: lr must be a number, a 0-d tensor, a function"),
     "a rule of the path": (
         lambda: stepped(so.lamb(lambda path: 0.1 if path.endswith("w") else 0.2)),
-        "lr must be a number, a 0-d tensor or a function of the step, got the function <lambda>, which raised "
+        "lr must be a number, a 0-d tensor, a function of the step, or a function of a parameter's path and shape, got "
+        "the function <lambda>, which raised "
         "AttributeError",
     ),
     "nesterov alone": (lambda: so.sgd(0.1, nesterov=True), "needs a momentum"),
@@ -566,7 +583,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "parameters alone": (
         lambda: loose.sgd(iter([torch.ones(2)])), "optimizer gets parameters by state = optimizer.init(params)"
     ),
-    "a module": (lambda: loose.soap(torch.nn.Linear(1, 1)), "step, got a Linear. The optimizer gets parameters by"),
+    "a module": (lambda: loose.soap(torch.nn.Linear(1, 1)), "shape, got a Linear. The optimizer gets parameters by"),
     "no rate": (
         lambda: loose.kfac(), "kfac: missing a required argument: 'lr'; an optimizer is made of numbers by name"
     ),

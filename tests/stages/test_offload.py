@@ -31,6 +31,7 @@ on_threads = pytest.mark.world(2, "threads")
 away: Any = importlib.import_module("shardfn.tiers.activations")
 D = 4
 EVERYTHING = sf.offload("disk", above=0)
+INPUTS = sf.offload("disk", above=0, recompute=True)
 Function = Callable[[Any, Tensor], Tensor]
 
 
@@ -198,12 +199,13 @@ def same(way: str, function: str, scratch: str, **options: Any) -> tuple[bool, i
     """Whether all numbers are those of `remat=False`, and how many bytes of a file it took."""
     mesh, flat, x = setting(scratch)
     found = []
-    for remat in (False, EVERYTHING):
+    for remat in (False, EVERYTHING, INPUTS):
         torch.manual_seed(0)
         stage = sf.stage(FUNCTIONS[function], remat=remat, **options)
         found.append(optree.tree_leaves(WAYS[way](stage, flat, x)))
     assert all(a.isfinite().all() for a in found[0])
-    return all(torch.equal(a, b) for a, b in zip(*found, strict=True)), file_of(mesh, "activations").nbytes
+    same = all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+    return same, file_of(mesh, "activations").nbytes
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -290,10 +292,26 @@ def most(remat: Any, depth: int, scratch: str) -> int:
     return counted.most
 
 
-def test_memory_does_not_grow_with_depth(world: World, tmp_path: Any) -> None:
-    shallow, deep, deeper = (max(world.run(most, sf.offload("disk"), n, str(tmp_path))) for n in (4, 8, 16))
+@pytest.mark.parametrize("recompute", [False, True])
+def test_memory_does_not_grow_with_depth(world: World, tmp_path: Any, recompute: bool) -> None:
+    remat = sf.offload("disk", recompute=recompute)
+    shallow, deep, deeper = (max(world.run(most, remat, n, str(tmp_path))) for n in (4, 8, 16))
     assert max(deep, deeper) <= shallow + 1, "one is on its way, or not yet"
     assert world.run(most, False, 16, str(tmp_path))[0] > 3 * shallow
+
+
+def sent(remat: Any, scratch: str) -> int:
+    """The bytes that a step writes to the file."""
+    mesh, flat, x = setting(scratch)
+    stage = sf.stage(chunks, remat=remat)
+    sf.value_and_grad(lambda ps: model(stage, ps, x))(flat)
+    return file_of(mesh, "activations").nbytes
+
+
+def test_with_recomputation_only_inputs_leave(world: World, tmp_path: Any) -> None:
+    everything, inputs = (world.run(sent, remat, str(tmp_path / name))[0] for name, remat in
+                          (("all", EVERYTHING), ("inputs", INPUTS)))  # fmt: skip
+    assert 0 < inputs < everything / 2
 
 
 def kept(above: int, scratch: str) -> list[int]:
