@@ -433,7 +433,8 @@ def offloading(offloaded: Away, mesh: DeviceMesh, run: CallOfStage) -> Offloadin
     if not isinstance(options, Offload):
         return None
     if not options.moves(offloaded.device.type):
-        _warn_of_nothing(name)
+        if not options.recompute:
+            _warn_of_nothing(name)
         return None
     if options.to == "host":
         return Offloading(offloaded, options, None, run)

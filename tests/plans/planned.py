@@ -63,6 +63,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+HALF = {"gather_dtype": torch.bfloat16, "input_dtype": torch.bfloat16, "output_dtype": torch.float32}
+INPUTS = sf.offload(above=0, recompute=True)
+MIXED: dict[str, tuple[dict[str, Any], ...]] = {
+    "mixed: kept, recomputed, offloaded": ({}, {"remat": True}, {"remat": sf.offload(above=0)}),
+    "mixed: inputs away": ({"remat": INPUTS},) * LAYERS,
+    "mixed: inputs away, kept": ({"remat": INPUTS}, {}, {"remat": INPUTS}),
+    "mixed: every second": ({"remat": True}, {"reshard": False}, {"remat": True}),
+    "mixed: dtypes": (HALF, {"remat": True}, {}),
+    "mixed: no prefetch": ({"prefetch": 0, "remat": INPUTS}, {"reshard": "step"}, {"prefetch": 2}),
+}
+"""Options of each block."""
+
+
 def embed(p: Any, tokens: Tensor) -> Tensor:
     return p["table"][tokens]
 
@@ -104,15 +117,18 @@ def program(strategy: str, variant: str, ranks: int, device: str | None, scratch
     params = sf.init_sharded(makers(narrow), 0, mesh, place, specs=specs)
     adapters = sf.init_sharded(low_rank(), 1, mesh, sf.ddp(tuple(sizes))) if variant == "adapters" else None
     staged = functools.partial(sf.stage, **OPTIONS.get(variant, {}))
-    first, each, last = staged(embed), staged(cut_block if variant == "tensor" else block), staged(head)
+    first, last = staged(embed), staged(head)
+    of_blocks = MIXED.get(variant, ({},) * LAYERS)
+    each = [staged(cut_block if variant == "tensor" else block, **options) for options in of_blocks]
     adapted = sf.stage(lambda p, x: block({**p[0], "up": p[0]["up"] + p[1]["a"] @ p[1]["b"]}, x))
 
     @torch.autocast(mesh.device_type, torch.bfloat16, enabled=variant == "autocast")
     def loss(params: Any, base: Any, tokens: Tensor) -> Tensor:
         whole = params if base is None else base
         x = first(whole["embed"], tokens)
-        for p in sf.layers(whole["blocks"] if base is None else list(zip(base["blocks"], params, strict=True))):
-            x = (each if base is None else adapted)(p, x)
+        blocks = sf.layers(whole["blocks"] if base is None else list(zip(base["blocks"], params, strict=True)))
+        for stage, p in zip(each, blocks, strict=True):
+            x = (stage if base is None else adapted)(p, x)
         return sf.pmean(last(whole["head"], x, tokens), tuple(name for name in sizes if name != "tensor"))
 
     opt = so.adamw(1e-2)

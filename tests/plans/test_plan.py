@@ -96,6 +96,11 @@ def test_every_variant_of_every_strategy(strategy: str, ranks: int) -> None:
     assert differences([case for case in EVERY if case[0] == strategy], ranks) == []
 
 
+@pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard"])
+def test_layers_with_options_of_their_own(strategy: str) -> None:
+    assert differences([(strategy, variant) for variant in programs.MIXED], 2) == []
+
+
 @pytest.mark.parametrize("way", ["kept", "remat"])
 def test_attention_holds_what_is_planned(way: str) -> None:
     config, ranks = plan_trackers.TINY
