@@ -80,6 +80,7 @@ def _of_one_number(draft: TranslationBuilder, prefix: str, settings: dict[str, A
     if settings.get("activation_checkpointing") and settings.get("activation_cpu_offload"):
         remat = settings.pop("activation_checkpointing")
         draft.row(f"{prefix}activation_checkpointing", remat, "becomes", "remat=, as activation_cpu_offload says")
+        meant(draft, f"{prefix}activation_cpu_offload", settings.pop("activation_cpu_offload"), fsdp.REMAT_INPUTS_AWAY)
     forward = (
         upper_word(settings.get("forward_prefetch", False)) == "TRUE" and "backward_prefetch_limit" not in settings
     )

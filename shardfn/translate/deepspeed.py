@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from shardfn.translate import optimizers, precision
+from shardfn.translate import fsdp, optimizers, precision
 from shardfn.translate.draft import TranslationBuilder
 from shardfn.translate.optimizers import OptimizerCounterpart
 from shardfn.translate.schema import By, Section, Table, always, flag, meant, missing, read, same_for, sets, yours
@@ -204,7 +204,7 @@ _CUT = missing("sequence=1 of parallel.to_parallel cuts activations between laye
 CHECKPOINTING: Table = {
     "partition_activations": _CUT,
     "partitioned_activations": _CUT,
-    "cpu_checkpointing": flag(sets('remat="offload"', remat='"offload"'), always("on the device")),
+    "cpu_checkpointing": flag(fsdp.REMAT_INPUTS_AWAY, always("on the device")),
     "contiguous_memory_optimization": missing("no number changes; fragmentation may", "False"),
     "synchronize_checkpoint_boundary": always("nothing waits"),
     "number_checkpoints": always("of no effect here: there is no contiguous memory"),

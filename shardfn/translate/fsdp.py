@@ -43,6 +43,7 @@ PREFETCH = By(
 AWAY = sets('.with_tiers(params="host", grads="host", state="host")', params="host", grads="host", state="host")
 STAY = always("nothing leaves the device unless it is said")
 REMAT = flag(sets("remat=True", remat="True"), always("the default"))
+REMAT_INPUTS_AWAY = sets("remat=sf.offload(recompute=True)", remat="sf.offload(recompute=True)")
 REMAT_AWAY = flag(sets('remat="offload"', remat='"offload"'), always("the default"))
 CLASSES = sets("stages={...} of functional", stages=words)
 SIZE = sets("min_num_params= of functional", min_num_params=lambda key, value: natural(key, value) or None)
