@@ -79,6 +79,14 @@ OPTIMIZERS: dict[str, Callable[..., so.Optimizer]] = {
     "soap": lambda **k: so.soap(0.02, eps=1e-6, every=2, weight_decay=decay, **k),
     "rmsprop of torch": lambda donate: so.from_torch(torch.optim.RMSprop, lr=0.01, weight_decay=decay),
     "adam of torch": lambda donate: so.from_torch(torch.optim.Adam, lr=0.01, amsgrad=True),
+    "everything": lambda **k: so.chain(
+        so.clip_by_value(3.0, **k),
+        so.clip_by_global_norm(0.7, **k),
+        so.multi_steps(so.ema(so.skip_nonfinite(so.adamw(0.02, weight_decay=decay, **k)), 0.9, **k), 2),
+    ),
+}
+
+BY_PARAMETER: dict[str, Callable[..., so.Optimizer]] = {
     "adamw by parameter": lambda **k: so.chain(
         so.clip_by_global_norm(0.5, by=lambda path, shape: path.split(".")[0], **k),
         so.adamw(rate, b1=lambda path, shape: 0.8 if "w" in path else 0.9, weight_decay=lambda step: 0.1 / step, **k),
@@ -89,11 +97,6 @@ OPTIMIZERS: dict[str, Callable[..., so.Optimizer]] = {
     "muon by parameter": lambda **k: so.masked(so.muon(rate, dtype=None, **k), is_matrix, so.adamw(rate, **k)),
     "soap by parameter": lambda **k: so.soap(rate, eps=1e-6, every=2, weight_decay=decay, **k),
     "rmsprop of torch by parameter": lambda donate: so.from_torch(torch.optim.RMSprop, lr=rate, weight_decay=decay),
-    "everything": lambda **k: so.chain(
-        so.clip_by_value(3.0, **k),
-        so.clip_by_global_norm(0.7, **k),
-        so.multi_steps(so.ema(so.skip_nonfinite(so.adamw(0.02, weight_decay=decay, **k)), 0.9, **k), 2),
-    ),
 }
 
 ROUNDING = {"soap": 1e-8, "soap by parameter": 1e-8}  # the eigenvectors of small eigenvalues amplify it
@@ -143,7 +146,7 @@ def by_one_process(name: str) -> Any:
     def gradient(ps: Any, number: int) -> Any:
         return sf.grad(lambda p: model(plainly, p, (rows + number) % 11) / rows.numel())(ps)
 
-    return trained(OPTIMIZERS[name](donate=True), copied(scaled()), gradient)[0]
+    return trained((OPTIMIZERS | BY_PARAMETER)[name](donate=True), copied(scaled()), gradient)[0]
 
 
 def compare(strategy: str, names: list[str], n: int) -> Any:
@@ -160,7 +163,7 @@ def compare(strategy: str, names: list[str], n: int) -> Any:
             want = by_one_process(name)
             flat = sf.shard(scaled(), mesh, STRATEGIES[strategy])
             before = optree.tree_map(torch.clone, flat)
-            got, state = trained(OPTIMIZERS[name](donate=donate), flat, shared)
+            got, state = trained((OPTIMIZERS | BY_PARAMETER)[name](donate=donate), flat, shared)
             found[name, donate] = distance(sf.unshard(got), want)
             if not donate and "of torch" not in name:
                 found[f"{name}, as before", donate] = distance(flat, before)
@@ -175,6 +178,13 @@ def compare(strategy: str, names: list[str], n: int) -> Any:
 @pytest.mark.parametrize("strategy", list(STRATEGIES))
 def test_every_optimizer_with_every_strategy_trains_as_one_process(world: World, strategy: str) -> None:
     for found in world.with_deadline(120).run(compare, strategy, list(OPTIMIZERS), world.size):
+        assert not {name: d for name, d in found.items() if not d < ROUNDING.get(name[0], 1e-10)}
+
+
+@pytest.mark.parametrize("strategy", ["hybrid_shard", "hfsdp"])
+@pytest.mark.world(4, "processes")
+def test_numbers_by_parameter_are_those_of_one_process(world: World, strategy: str) -> None:
+    for found in world.with_deadline(120).run(compare, strategy, list(BY_PARAMETER), world.size):
         assert not {name: d for name, d in found.items() if not d < ROUNDING.get(name[0], 1e-10)}
 
 
