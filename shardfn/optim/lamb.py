@@ -148,8 +148,11 @@ def _overwrite(
         squares(leaves), squares(Units(moving, leaves.tree)), hparams["min_trust_ratio"], hparams.get("max_trust_ratio")
     )
     if paths:
-        rates = {path: rate for unit in moving for path, rate in numbered(hparams["lr"], unit)[0].items()}
-        torch._foreach_mul_(ms, [quotients[path] * rates[path] for path in paths])
+        rates = hparams["lr"]
+        if callable(rates):
+            by_path = {path: rate for unit in moving for path, rate in numbered(rates, unit)[0].items()}
+            rates = [by_path[path] for path in paths]
+        torch._foreach_mul_(ms, torch._foreach_mul([quotients[path] for path in paths], rates))
         torch._foreach_sub_(ps, ms)
     for dst, new in copies:
         dst.copy_(new)
