@@ -94,7 +94,7 @@ def test_an_error_that_the_package_raises_ends_at_the_line_that_calls_it() -> No
 
 
 def test_a_public_function_that_calls_another_one_ends_at_the_line_that_calls_it() -> None:
-    with pytest.raises((TypeError, ValueError, RuntimeError), match="loss") as found:
+    with pytest.raises((TypeError, ValueError, RuntimeError), match="must return a 0-d") as found:
         sf.grad(lambda p: p["w"])({"w": torch.ones(3)})  # no scalar: `grad` calls `value_and_grad`
     assert own_frames(found.value) == []
 

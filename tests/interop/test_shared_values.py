@@ -258,7 +258,7 @@ def penalised(result: Any) -> Tensor:
 
 def returning(remat: bool) -> float:
     mesh = meshed()
-    module, model = seeded(Returns), functional(seeded(Returns), small=1, remat=remat)
+    module, model = seeded(Returns), functional(seeded(Returns), min_stage_params=1, remat=remat)
     params = model.shard(mesh, sf.full_shard("shard"))
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     grads = mapped(sf.grad(lambda p: sf.pmean(penalised(model(p, x)), "shard")), mesh)(params)
