@@ -733,6 +733,40 @@ def mean_of_means_masked() -> Results:
     return graded(loss, weights("w"), X, Y, REAL)
 
 
+def gathered_mean(loss: Any) -> Any:
+    return lax.all_gather(loss[None], "data", tiled=True, to="invarying")
+
+
+@wrong(trained(error, "w"))
+def sum_of_gathered_means() -> Results:
+    return graded(lambda p, x, y: gathered_mean(((x @ p["w"] - y) ** 2).mean()).sum(), weights("w"), X, Y)
+
+
+@wrong(trained(masked, "w"))
+def mean_of_gathered_means_masked() -> Results:
+    def loss(p: Tree, x: Any, y: Any, real: Any) -> Any:
+        return gathered_mean(each_masked(p, x, y, real) / real.sum()).mean()
+
+    return graded(loss, weights("w"), X, Y, REAL)
+
+
+def contrast(rows: Any, others: Any, first: Any) -> Any:
+    """The mean cross-entropy of rows with all others, of which the equal one is wanted."""
+    scores = rows @ others.T
+    wanted = jnp.take_along_axis(scores, first + jnp.arange(len(rows))[:, None], 1)[:, 0]
+    return (jax.nn.logsumexp(scores, 1) - wanted).mean()
+
+
+@wrong(trained(lambda p: contrast(X @ p["w"], X @ p["w"], 0), "w"))
+def psum_of_means_against_gathered_rows() -> Results:
+    def loss(p: Tree, x: Any, y: Any) -> Any:
+        z = x @ p["w"]
+        others = lax.all_gather(z, "data", tiled=True)
+        return lax.psum(contrast(z, others, len(z) * lax.axis_index("data")), "data")
+
+    return graded(loss, weights("w"), X, Y)
+
+
 def reduced(loss: Callable[..., Any], reduce: Any) -> Results:
     """The mean as value, and a gradient that is reduced by hand."""
 

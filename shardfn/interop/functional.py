@@ -136,7 +136,7 @@ def functional(
     def accept(chosen: Mapping[str, nn.Module]) -> None:
         if plan is not None:
             plan.refuse_outside(chosen)
-        options.update(options_by_stage(stages, chosen, stage_options))
+        options.update(options_by_stage(module, stages, chosen, stage_options))
         for own_options in options.values():
             _refuse_unknown(own_options)
             stage(unstaged_parameters, **own_options)

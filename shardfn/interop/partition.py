@@ -336,7 +336,7 @@ def _matches(item: Choice, path: str, m: nn.Module) -> bool:
 
 
 def options_by_stage(
-    stages: Boundaries | None, chosen: Mapping[str, nn.Module], common: Mapping[str, Any]
+    module: nn.Module, stages: Boundaries | None, chosen: Mapping[str, nn.Module], common: Mapping[str, Any]
 ) -> dict[str, Mapping[str, Any]]:
     """The options of each stage: those that all have, replaced by those of the first item of `stages` that matches it.
 
@@ -348,7 +348,13 @@ def options_by_stage(
     for item, options in rules.items():
         if not isinstance(options, Mapping):
             raise TypeError(f"functional: stages: the options of {item!r} must be a dict, got {options!r}")
-    first = {path: next((item for item in rules if _matches(item, path, m)), None) for path, m in chosen.items()}
+    paths: dict[nn.Module, list[str]] = {}  # a module that is shared has several
+    for path, m in module.named_modules(remove_duplicate=False):
+        paths.setdefault(m, []).append(path)
+    first = {
+        path: next((item for item in rules if any(_matches(item, name, m) for name in paths[m])), None)
+        for path, m in chosen.items()
+    }
     for item in rules:
         if item not in first.values():
             raise ValueError(

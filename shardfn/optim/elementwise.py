@@ -31,6 +31,8 @@ def _sgd_in_place(ps: Any, gs: Any, slots: Any, step: int, n: dict[str, Any]) ->
         return _one_by_one(_sgd_pure, torch.float32, ps, gs, slots, step, n)
     if _too_exact(n["lr"], ps[0]):
         return _one_by_one(_sgd_pure, torch.float64, ps, gs, slots, step, n)
+    if slots and not n["momentum"]:  # torch's kernel then takes no momenta, which the next step may need
+        return _one_by_one(_sgd_pure, ps[0].dtype, ps, gs, slots, step, n)
     kw = {"momentum": 0.0, "nesterov": False} | n | {"lr": _rate(n["lr"], ps[0])}
     torch._fused_sgd_(ps, gs, slots[0] if slots else [], dampening=0.0, maximize=False, is_first_step=False, **kw)
 

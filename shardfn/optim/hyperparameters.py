@@ -81,17 +81,17 @@ def is_rule(key: str, value: Any) -> bool:
 
     One that can be called in both ways is a schedule as a learning rate, and a rule as any other number.
     """
-    return callable(value) and _takes(value, "", ()) and not (key == "lr" and _takes(value, 1))
+    return callable(value) and _takes(value, "", (), unknown=False) and not (key == "lr" and _takes(value, 1))
 
 
-def _takes(function: Callable[..., Any], *args: Any) -> bool:
-    """Whether a function can be called with these arguments."""
+def _takes(function: Callable[..., Any], *args: Any, unknown: bool = True) -> bool:
+    """Whether a function can be called with these arguments; one written in C may have no signature."""
     try:
         inspect.signature(function).bind(*args)
     except TypeError:
         return False
-    except ValueError:  # a function written in C may have no signature
-        return True
+    except ValueError:
+        return unknown
     return True
 
 
@@ -122,7 +122,7 @@ def check_integer(name: str, key: str, value: Any, minimum: int) -> None:
         raise ValueError(f"{name}: {key} must be an integer of {minimum} or more, got {value!r}")
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=4096, typed=True)
 def check_rule(name: str, numbers: tuple[tuple[str, Any], ...]) -> None:
     """As `in_range`, for the numbers that rules return for a parameter."""
     for key, value in numbers:
@@ -151,10 +151,10 @@ def at_step(key: str, value: Any, step: Any) -> Any:
     """
     if not callable(value):
         return value
-    return _RuleAtStep(key, value, step) if is_rule(key, value) else _scheduled(key, value, step)
+    return RuleAtStep(key, value, step) if is_rule(key, value) else _scheduled(key, value, step)
 
 
-class _RuleAtStep:
+class RuleAtStep:
     """A rule `(path, shape) -> number` at one step, which calls the schedules that the given rule returns."""
 
     def __init__(self, key: str, rule: Callable[..., Any], step: Any) -> None:
@@ -167,6 +167,10 @@ class _RuleAtStep:
         if (path, shape) not in self._numbers:
             self._numbers[path, shape] = self._number(path, self.rule(path, shape))
         return self._numbers[path, shape]
+
+    def scheduled(self, path: str, shape: Any) -> bool:
+        """Whether the number of a parameter may change with the step."""
+        return callable(self.rule(path, shape))
 
     def _number(self, path: str, value: Any) -> Any:
         if isinstance(value, Tensor):

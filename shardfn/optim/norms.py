@@ -215,7 +215,7 @@ def clip_by_global_norm(
     r"""Scales gradients so that their global norm is at most `limit`; overwrites them unless `donate=False`.
 
     :math:`g \leftarrow g \min(1, c / \lVert g \rVert)`. The norm before clipping is in the state, under `"norm"`, a
-    0-d tensor, or with `by` a dict of them. If it is not finite, all gradients become so.
+    0-d tensor, or with `by` a dict of them. If it is not finite, all gradients of the group become so.
 
     Args:
         limit: :math:`c`, above 0.
@@ -264,7 +264,10 @@ def clip_by_global_norm(
                 name: (limit / norm.clamp(min=limit)).where(norm.isfinite(), norm) for name, norm in norms.items()
             }
             grads = _scaled_by_group("clip_by_global_norm", grads, factors, group_of, donate)
-            known = dict(state["norm"]) | {name: norm.detach() for name, norm in norms.items()}
+            zeros = {
+                name: torch.zeros_like(norm) for name, norm in state["norm"].items()
+            }  # of groups without gradients
+            known = zeros | {name: norm.detach() for name, norm in norms.items()}
             return grads, state | {"limit": limit, "norm": known}
         norm = _norm(_counted(units(grads)), order)
         factor = (limit / norm.clamp(min=limit)).where(norm.isfinite(), norm)

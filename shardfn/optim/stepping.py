@@ -6,7 +6,7 @@ Slots that are stored otherwise than in the parameters' dtype are decoded for th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from shardfn.compat import dispatch
 from shardfn.compat.devices import elements_at_a_time
 from shardfn.optim.differentiable import refuse_overwriting, tied, varied
 from shardfn.optim.fused import AdamW
-from shardfn.optim.hyperparameters import Rule, begun, check, check_rule, constants, is_rule
+from shardfn.optim.hyperparameters import Rule, RuleAtStep, begun, check, check_rule, constants
 from shardfn.optim.norms import wide
 from shardfn.optim.optimizer import Optimizer, of_rule
 from shardfn.optim.state_dtype import Coded, Kept, Opened, Stored
@@ -93,7 +93,6 @@ def optimizer(
     Its slots are in the parameters' dtype, or stored as `storage` says, with random numbers from the seed.
     """
     check(name, numbers | {"donate": donate}, numbers)
-    varying = [name for name, value in numbers.items() if is_rule(name, value)]
     drawing = {} if storage is None or storage.dtypes != (torch.bfloat16,) else {"seed": int_seed(seed)}
 
     def init(params: Any) -> Any:
@@ -114,7 +113,7 @@ def optimizer(
         missed = missed_after(state["missed"], rows) if rule.counts else {}
         new_counts = {"step": count} | ({"missed": missed} if rule.counts else {})
         work = [_UnitUpdate(i, unit, grad, [slot[i] for slot in slots]) for i, (unit, grad) in enumerate(rows)]
-        rules = {name: hparams[name] for name in varying}
+        rules = {name: value for name, value in hparams.items() if isinstance(value, RuleAtStep)}
         jobs = [(item, _spans(item.unit, rules, missed)) for item in work if item.grad is not None]
         rule_step = _RuleStep(rule, storage, leaves, count, hparams, (state.get("seed", 0), count), missed)
         if donate:
@@ -157,7 +156,7 @@ class _UnitUpdate:
 Span = tuple[tuple[tuple[str, Any], ...], int, int]
 
 
-def _spans(unit: Unit, rules: dict[str, Rule], missed: Missed) -> list[Span]:
+def _spans(unit: Unit, rules: Mapping[str, Rule], missed: Missed) -> list[Span]:
     """Ranges of elements with the same numbers: `(numbers, start, stop)`."""
     if not rules and not missed:
         return [((), 0, unit.values.numel())]

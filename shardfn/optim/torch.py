@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from torch import Tensor
 from shardfn.mesh.planned import planned
 from shardfn.optim.differentiable import refuse_overwriting
 from shardfn.optim.guard import other_parameters
-from shardfn.optim.hyperparameters import at_step, check, check_integer, constants, is_rule, kind
+from shardfn.optim.hyperparameters import RuleAtStep, at_step, check, check_integer, constants, is_rule, kind
 from shardfn.optim.optimizer import Optimizer
 from shardfn.optim.state_offload import NOWHERE, on_whole
 from shardfn.quoting import listed
@@ -69,7 +70,7 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         count, leaves = state["step"] + 1, units(params)
         hparams = {name: at_step(name, value, count) for name, value in (options | state["numbers"]).items()}
-        rules = {name: hparams.pop(name) for name in varying}
+        rules = {name: hparams.pop(name) for name in varying if callable(hparams[name])}
         groups: dict[Any, list[Tensor]] = {}
         work: list[tuple[Tensor, Unit, dict[str, Any], _ElementRange]] = []
         memory = {name: dict(known) for name, known in state["memory"].items()}
@@ -86,7 +87,8 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
                 work.append((variable, unit, memory[key], stretch))
         if not groups:
             return params, state | {"step": count}
-        optimizer = make([{"params": members, **dict(key)} for key, members in groups.items()], **hparams)
+        defaults = hparams | dict(next(iter(groups)))  # a class may need an argument that all groups have
+        optimizer = make([{"params": members, **dict(key)} for key, members in groups.items()], **defaults)
         for variable, unit, unit_memory, stretch in work:
             if stretch.name in unit_memory:
                 slots = unit_memory[stretch.name].items()
@@ -175,11 +177,13 @@ class _ElementRange:
         return self.start == self.stop
 
 
-def _stretches(unit: Unit, rules: dict[str, Any], block: int) -> list[_ElementRange]:
+def _stretches(unit: Unit, rules: dict[str, RuleAtStep], block: int) -> list[_ElementRange]:
     """Ranges with the same options, each split into whole blocks and a rest."""
 
     def options(path: str, shape: tuple[int, ...]) -> Any:
-        return tuple((name, rule(path, shape)) for name, rule in rules.items())
+        # Where schedules decide, each parameter has its own range: what it remembers is found again at every step.
+        own = path if any(rule.scheduled(path, shape) for rule in rules.values()) else ""
+        return tuple((name, rule(path, shape)) for name, rule in rules.items()), own
 
     if unit.layout is None:
         (stretch,) = unit.segments
@@ -189,9 +193,9 @@ def _stretches(unit: Unit, rules: dict[str, Any], block: int) -> list[_ElementRa
     split = []
     for index, (key, entries, start, stop) in enumerate(runs):
         middle = start + (stop - start) // block * block if unit.layout else stop
-        split.append(_ElementRange(key, entries, start, middle, str(index)))
+        split.append(_ElementRange(key[0], entries, start, middle, str(index)))
         if unit.layout and block > 1:
-            split.append(_ElementRange(key, entries, middle, stop, f"{index}, rest"))
+            split.append(_ElementRange(key[0], entries, middle, stop, f"{index}, rest"))
     return split  # also those of which this rank has nothing, so that all ranks' states have one structure
 
 
@@ -199,9 +203,11 @@ def _cut(x: Tensor, start: int, stop: int) -> Tensor:
     return x if (start, stop) == (0, x.numel()) else x[start:stop]
 
 
-def _plain(options: dict[str, Any]) -> dict[str, Any]:
-    """The options at the first step, for a parameter on the CPU with no rules."""
+def _plain(make: Callable[..., torch.optim.Optimizer], options: dict[str, Any]) -> dict[str, Any]:
+    """The options at the first step, for a parameter on the CPU; of rules only what the class needs, a small number."""
+    needed = {name for name, x in inspect.signature(make).parameters.items() if x.default is inspect.Parameter.empty}
     plain = {name: at_step(name, value, 1) for name, value in options.items() if not is_rule(name, value)}
+    plain |= dict.fromkeys((set(options) - set(plain)) & needed, 1e-3)
     plain.pop("capturable", None)  # what a step computes is the same, and torch refuses it on the CPU
     return dict(optree.tree_map(lambda x: x.detach().cpu() if isinstance(x, Tensor) else x, plain))
 
@@ -214,7 +220,7 @@ def _draws(make: Callable[..., torch.optim.Optimizer], options: dict[str, Any], 
             x = torch.linspace(-1.0, 2.0, 8 * block, dtype=torch.float32, device="cpu").to(dtype).requires_grad_()
             x.grad = torch.ones_like(x)
             with contextlib.suppress(RuntimeError, TypeError, ValueError, NotImplementedError):  # not for this dtype
-                make([x], **_plain(options)).step()
+                make([x], **_plain(make, options)).step()
         return not torch.equal(before, torch.get_rng_state())
 
 
@@ -237,7 +243,7 @@ def _refuse_placed(name: str, unit: Unit, layout: Layout, block: int, draws: boo
 
 def _refuse_coupled(name: str, make: Callable[..., torch.optim.Optimizer], options: dict[str, Any], block: int) -> None:
     """Raises ValueError unless an optimizer moves a matrix like its blocks in separate optimizers."""
-    plain = _plain(options)
+    plain = _plain(make, options)
     start = torch.linspace(-1.0, 2.0, 8 * block, dtype=torch.float32, device="cpu")
     halves = (start[: 3 * block], start[3 * block :])
     matrix = _steps(name, make, plain, [[start.view(4, -1)]])

@@ -60,6 +60,14 @@ class Net(nn.Module):
         return x
 
 
+def test_a_module_of_two_names_is_found_by_each() -> None:
+    net = Net()
+    net.first = net.layers[0]
+    found = options_of(functional(net, {r"layers\.\d": {"remat": True}}, min_stage_params=1))
+    assert len(found) == 3
+    assert all(options == {"remat": True} for options in found.values())
+
+
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "nothing": ({"layers\\.9": {}}, ValueError, "nothing is or matches"),
     "after another": ({"Linear": {}, "layers\\.1": {}}, ValueError, "no stage gets the options of 'layers"),

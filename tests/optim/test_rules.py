@@ -48,6 +48,12 @@ def fan_in(path: str, shape: tuple[int, ...]) -> float:
     return 0.03 / shape[0] if len(shape) > 1 else 0.03
 
 
+def meeting(path: str, shape: tuple[int, ...]) -> Any:
+    """Rates that are equal in the first and the last step alone."""
+    factor = 1.0 + 2 * path.endswith(".w") + path.endswith(".b")
+    return lambda step: 0.03 * (1.0 if step == 1 else 0.0 if step == STEPS else factor)
+
+
 Groups = list[dict[str, Any]]
 
 
@@ -80,6 +86,11 @@ CASES: dict[str, Made] = {
         so.adam(0.02, weight_decay=lambda step: 0.1 / step),
         lambda named: torch.optim.Adam(list(named.values()), 0.02),
         None,
+    ),
+    "of torch, rates that meet": (
+        so.from_torch(torch.optim.Adam, lr=meeting),
+        lambda named: torch.optim.Adam(groups_of(named, lr=lambda path, shape: 0.0)),
+        meeting,
     ),
     "of torch": (
         so.from_torch(torch.optim.RMSprop, lr=layerwise, weight_decay=vectors_undecayed),
@@ -206,6 +217,50 @@ def test_the_derivative_by_one_rate_goes_through_rules_of_other_numbers() -> Non
     assert (torch.func.grad(after)(lr) - want).abs() < 1e-12
 
 
+def test_a_momentum_may_be_none_at_times() -> None:
+    def momentum(path: str, shape: tuple[int, ...]) -> Any:
+        return lambda step: 0.0 if step == 2 or path == "b" else 0.9
+
+    found = []
+    for donate in (True, False):
+        ps = {"w": normal(3, 2, seed=0), "b": normal(2, seed=1)}
+        optimizer = so.sgd(0.1, momentum=momentum, donate=donate)
+        state = optimizer.init(ps)
+        for number in range(STEPS):
+            ps, state = optimizer.step(ps, gradient(ps, number), state)
+        found.append((ps, state["momentum"]))
+    assert distance(found[0], found[1]) < 1e-15
+
+
+class Needing(torch.optim.Optimizer):
+    """Has no default for its rate."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for x in group["params"]:
+                x.sub_(group["lr"] * x.grad)
+
+
+def test_a_class_may_need_what_a_rule_gives() -> None:
+    ps = {"w": normal(3, 2, seed=0), "b": normal(2, seed=1)}
+    want = {"w": ps["w"] - 0.1, "b": ps["b"] - 0.2}
+    optimizer = so.from_torch(Needing, lr=lambda path, shape: 0.1 if path == "w" else 0.2)
+    got, _ = optimizer.step(ps, optree.tree_map(torch.ones_like, ps), optimizer.init(ps))
+    assert distance(got, want) < 1e-15
+
+
+def test_what_has_no_signature_is_a_schedule() -> None:
+    ps, decays = {"w": normal(2, seed=0)}, [0.0, 0.5, 0.25]
+    optimizer = so.adamw(0.1, weight_decay=decays.__getitem__)
+    state = optimizer.init(ps)
+    for number in range(2):
+        ps, state = optimizer.step(ps, gradient(ps, number), state)
+
+
 BAD: dict[str, tuple[Any, str]] = {
     "three arguments": (
         lambda a, b, c: 1.0,
@@ -236,6 +291,14 @@ def test_clipping_by_group_scales_each_by_its_own_norm() -> None:
     assert distance(got, want) < 1e-15
     assert set(state["norm"]) == {"a", "c"}
     assert (state["norm"]["a"] - norm).abs() < 1e-12
+
+
+def test_the_norm_of_a_group_without_gradients_is_none_of_an_earlier_step() -> None:
+    grads: Any = {"a": {"w": normal(2, seed=0)}, "c": {"w": normal(2, seed=2)}}
+    clip = so.clip_by_global_norm(0.5, by=lambda path, shape: path.split(".")[0], donate=False)
+    _, state = clip.update(params=grads, grads=grads, state=clip.init(grads))
+    _, state = clip.update(params=grads, grads={**grads, "c": {"w": None}}, state=state)
+    assert state["norm"]["c"] == 0
 
 
 @pytest.mark.parametrize("by", [3, lambda path, shape: None])

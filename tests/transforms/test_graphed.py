@@ -281,7 +281,7 @@ REFUSED: dict[str, tuple[Run, str]] = {
     ),
     "a schedule by the math module": (
         lambda d: repeated(d, lambda w, x: 0, optimizer=so.sgd(lambda step: math.exp(-step))),
-        "the schedule was given the step number as a tensor, and returned a float: compute the rate by operations",
+        "the schedule was given the step number as a tensor, and returned a float: compute the number by operations",
     ),
     "a schedule with a branch": (
         lambda d: repeated(d, lambda w, x: 0, optimizer=so.sgd(lambda step: 0.1 / step if step < 9 else step * 0)),
