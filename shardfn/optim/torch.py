@@ -182,8 +182,8 @@ def _stretches(unit: Unit, rules: dict[str, RuleAtStep], block: int) -> list[_El
 
     def options(path: str, shape: tuple[int, ...]) -> Any:
         # Where schedules decide, each parameter has its own range: what it remembers is found again at every step.
-        own = path if any(rule.scheduled(path, shape) for rule in rules.values()) else ""
-        return tuple((name, rule(path, shape)) for name, rule in rules.items()), own
+        separate = path if any(rule.scheduled(path, shape) for rule in rules.values()) else ""
+        return tuple((name, rule(path, shape)) for name, rule in rules.items()), separate
 
     if unit.layout is None:
         (stretch,) = unit.segments
