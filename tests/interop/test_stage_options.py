@@ -110,6 +110,7 @@ def gradients(name: str, strategy: str, mixed: str) -> float:
     return off({k: got[k] for k in want}, want)
 
 
+@pytest.mark.central
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hfsdp"])
 @pytest.mark.world(4, "processes")
 def test_gradients_are_those_of_the_module(world: World, strategy: str) -> None:

@@ -151,6 +151,7 @@ def gradients_of(ps: Any, number: int) -> Any:
     return sf.grad(loss)(ps)
 
 
+@pytest.mark.central
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hfsdp", "zero1"])
 @pytest.mark.world(4, "processes")
 def test_rules_are_parameter_groups_of_torch(world: World, strategy: str) -> None:
