@@ -13,7 +13,7 @@ import torch
 
 from shardfn.collectives import functional
 from shardfn.mesh.planned import planned
-from shardfn.mesh.scope import mesh_of, scope
+from shardfn.mesh.scope import independent_axes, mesh_of, scope
 from shardfn.quoting import byte_count
 from shardfn.shards.layout import FlatShard, flat_shards
 
@@ -24,7 +24,8 @@ SHARE = 0.5  # of the free memory that gathered parameters may take
 def gathered_once(params: Mapping[str, Any], gathers: Mapping[str, Callable[..., Any]]) -> Mapping[str, Any]:
     """The parameters with those of stages gathered, if on all ranks they take at most half of the free memory.
 
-    Quantized parameters, and those that are gathered in a quantized format or from several meshes, stay sharded.
+    Quantized parameters, and those that are gathered in a quantized format, from several meshes or at one position of
+    an axis, stay sharded. All ranks that run the program decide together, as all of them compare stages.
 
     Args:
         params: by stage; parameters that several stages read are stages of their own.
@@ -33,15 +34,15 @@ def gathered_once(params: Mapping[str, Any], gathers: Mapping[str, Callable[...,
     """
     stages = {path: flat_shards(part) for path, part in params.items()}
     shards = [flat for flats in stages.values() for flat in flats]
-    axes = tuple(dict.fromkeys(name for flat in shards for name in flat.layout.placement.axes))
-    sharded = len({flat.layout.grid for flat in shards}) == 1 and axes
-    if not sharded or planned() or any(map(_quantized, shards)):
+    sharded = len({flat.layout.grid for flat in shards}) == 1 and any(flat.layout.size > 1 for flat in shards)
+    if not sharded or planned() or any(map(_stays, shards)):
         return params
     grid, device = shards[0].layout.grid, shards[0].values.device
     nbytes = sum(flat.layout.total * flat.values.itemsize for flat in shards)
     mesh = mesh_of(grid, "generate")
     with scope(mesh), torch.no_grad():
         lacks = torch.tensor(float(nbytes > SHARE * _free_bytes(device, len(grid.ranks))), device=device)
+        axes = tuple(name for name, _ in grid.sizes if name not in independent_axes())
         fits = not functional.psum(lacks, axes).item()
     if not fits:
         _log.info("generate: each token gathers %s of parameters, for which a rank has no room", byte_count(nbytes))
@@ -56,8 +57,9 @@ def _gathered(path: str, part: Any, gathers: Mapping[str, Callable[..., Any]]) -
     return next(iter(gathers.values()))({path: part}, {})[0][path]
 
 
-def _quantized(flat: FlatShard) -> bool:
-    return bool(flat.layout.packed) or flat.layout.placement.gather_format is not None
+def _stays(flat: FlatShard) -> bool:
+    placement = flat.layout.placement
+    return bool(flat.layout.packed or placement.gather_format or placement.only_at)
 
 
 def _free_bytes(device: torch.device, ranks: int) -> float:

@@ -240,16 +240,17 @@ def boundaries(
         """Chooses the outermost among a module and those inside."""
         if path in chosen:
             return
-        if eligible(path, m) and chooses(path, m):
+        if eligible(path, m) and chooses(path, m) and (is_asked(path, m) or not (automatic and _takes_lists(m))):
             chosen[path] = m
             return
         for name, child in m.named_children():
             choose(joined(path, name), child, chooses)
 
-    choose("", module, _policy(module, stages, min_num_params, eligible))
-    above = {"", *(path[:i] for path in chosen for i, letter in enumerate(path) if letter == ".")}
     automatic = stages is None or isinstance(stages, Mapping)
-    choose("", module, lambda path, m: path not in above and _numel(m) >= small and not (automatic and _takes_lists(m)))
+    is_asked = _named(module, stages, eligible) if stages is not None else lambda path, m: False
+    choose("", module, _policy(module, stages, min_num_params, is_asked))
+    above = {"", *(path[:i] for path in chosen for i, letter in enumerate(path) if letter == ".")}
+    choose("", module, lambda path, m: path not in above and _numel(m) >= small)
     # A module has several paths if its parents share it: keep each once, and none that is also inside another.
     once = {id(m): path for path, m in reversed(chosen.items())}
     inside = {id(part) for m in chosen.values() for part in m.modules() if part is not m}
@@ -275,28 +276,22 @@ def _policy(
     module: nn.Module,
     stages: Boundaries | None,
     min_num_params: int | None,
-    eligible: Callable[[str, nn.Module], bool],
+    is_asked: Callable[[str, nn.Module], bool],
 ) -> Callable[[str, nn.Module], bool]:
     if min_num_params is not None:
         enough: int = min_num_params
         return lambda path, m: _numel(m) >= enough and all(_numel(child) < enough for child in m.children())
     if stages is not None and not isinstance(stages, Mapping):
-        return _named(module, stages, eligible)
+        return is_asked
     names = {name for m in module.modules() for name in (getattr(m, "_no_split_modules", None) or ())}
     lists = [m for m in module.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
     repeated = {id(child) for m in lists for child in m.children()}
-    if any(type(m).__name__ in names for m in module.modules()):
-        default: Callable[[nn.Module], bool] = lambda m: type(m).__name__ in names  # noqa: E731
-    else:
-        default = lambda m: id(m) in repeated  # noqa: E731
-    if stages is None:
-        return lambda path, m: default(m) and not _takes_lists(m)
-    matches_item = _named(module, stages, eligible)
-    inside = [path for path, m in module.named_modules(remove_duplicate=False) if matches_item(path, m)]
+    named = any(type(m).__name__ in names for m in module.modules())
+    inside = [path for path, m in module.named_modules(remove_duplicate=False) if is_asked(path, m)]
 
     def chooses(path: str, m: nn.Module) -> bool:
-        holds = any(other.startswith(f"{path}.") for other in inside)
-        return matches_item(path, m) or (default(m) and not _takes_lists(m) and not holds)
+        default = type(m).__name__ in names if named else id(m) in repeated
+        return is_asked(path, m) or (default and not any(other.startswith(f"{path}.") for other in inside))
 
     return chooses
 

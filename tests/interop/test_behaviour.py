@@ -473,6 +473,27 @@ def test_models_generate_from_shards_with_a_cache(world: World) -> None:
         assert (ranks[0][2] < 16) == (free_bytes > 0), "once, or for each of 8 tokens"
 
 
+def generated_on_replicas() -> tuple[bool, int]:
+    """Whether the result is the module's where one replica alone has room for all parameters, and the gathers."""
+    module = zoo.build("llama").eval()
+    mesh = sf.make_mesh(replica=2, shard=2, device="cpu")
+    generation._free_bytes = lambda *_: 0.0 if mesh.get_rank() == 3 else math.inf
+    asked: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "use_cache": True, "pad_token_id": 0}
+    want = module.generate(zoo.tokens()[:2], **asked)  # type: ignore[operator]
+    model = functional(module, min_stage_params=512)
+    params = model.shard(mesh, sf.hybrid_shard(shard="shard", replica="replica"))
+    with torch.no_grad(), sf.ledger() as log:
+        got = model(params, zoo.tokens()[:2], method="generate", **asked)
+    return torch.equal(got, want), sum(record.op == "all_gather" for record in log.records)
+
+
+@pytest.mark.world(4, "processes")
+def test_replicas_decide_together_whether_parameters_are_gathered_once(world: World) -> None:
+    ranks = world.run(generated_on_replicas)
+    assert all(equal for equal, _ in ranks)
+    assert len({gathers for _, gathers in ranks}) == 1
+
+
 class OwnCache:
     """That some library made a node of torch's pytrees, as exports do with those of `transformers`."""
 

@@ -49,6 +49,33 @@ def test_what_matches_inside_a_layer_is_a_stage_in_its_place() -> None:
     assert "model.layers.1" in model.stages
 
 
+class Listing(nn.Linear):
+    """Takes a list, to which it might append."""
+
+    def forward(self, xs: list[Tensor]) -> Tensor:  # type: ignore[override]
+        return super().forward(xs[0])
+
+
+class Taking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), Listing(4, 4)])
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({}, 1),
+        ({"min_num_params": 20}, 1),
+        ({"stages": {"Listing"}}, 2),
+        ({"stages": {"layers.0": {}}}, 1),
+        ({"stages": {"Listing": {}}}, 2),
+    ],
+)
+def test_a_module_that_takes_a_list_is_a_stage_if_it_is_asked_for(options: Any, found: int) -> None:
+    assert len(functional(Taking(), min_stage_params=1, **options).stages) == found
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
