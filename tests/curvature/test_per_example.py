@@ -528,17 +528,14 @@ def test_products_with_a_direction(world: World) -> None:
 # --- private gradients, and noise ---
 
 
+PRIVATE: dict[str, Any] = {"max_grad_norm": 0.5, "expected_batch_size": 10.0, "seed": 3, "step": 7}
+
+
 def private(strategy: str, noise: float) -> Any:
     mesh, params = sharded_trees(strategy, whole())
     n = 8 // mesh.size()
     own = tokens(0, 8)[n * mesh.get_rank() : n * (mesh.get_rank() + 1)]
-    options: dict[str, Any] = {
-        "max_grad_norm": 0.5,
-        "noise_multiplier": noise,
-        "expected_batch_size": 10.0,
-        "seed": 3,
-        "step": 7,
-    }
+    options = PRIVATE | {"noise_multiplier": noise}
     got = [dp_grads(losses_of(sf.stage, mlp), params, own, micro=micro, **options) for micro in (1, 2)]
     return [sf.unshard(g) for g in got]
 

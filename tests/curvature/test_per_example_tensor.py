@@ -19,7 +19,7 @@ from shardfn import curvature as sc
 from shardfn.curvature import ekfac, influence
 from shardfn.curvature.per_example import dp_grads, noise_scale, per_example
 from shardfn.testing import world as shared_world
-from tests.curvature.test_per_example import alone, norms_of, off
+from tests.curvature.test_per_example import PRIVATE, alone, norms_of, off
 from tests.models import distance, normal, plainly
 from tests.reference import worst
 from tests.refusals import told
@@ -230,13 +230,7 @@ def private(sizes: dict[str, int], noise: float) -> Any:
 def test_private_gradients_are_those_of_one_process() -> None:
     losses, x = losses_of(plainly, block), tokens(0, 12)
     for noise in (0.0, 1.1):
-        options: dict[str, Any] = {
-            "max_grad_norm": 0.5,
-            "noise_multiplier": noise,
-            "expected_batch_size": 10.0,
-            "seed": 3,
-            "step": 7,
-        }
+        options = PRIVATE | {"noise_multiplier": noise}
         for ranks, sizes in ((2, {"shard": 1, "tensor": 2}), (4, {"shard": 2, "tensor": 2})):
             n = 12 // sizes["shard"]
             mask = torch.cat([torch.arange(n) % 3 > 0] * sizes["shard"])
