@@ -14,7 +14,7 @@ from shardfn.optim.norms import squares, totals, wide
 from shardfn.optim.optimizer import Optimizer, of_rule
 from shardfn.optim.state_offload import on_whole
 from shardfn.optim.step_counts import Missed, count_spans, missed_after
-from shardfn.optim.wrappers import masked
+from shardfn.optim.wrappers import by_numbers, masked
 from shardfn.shards.parts import refuse_parts
 from shardfn.shards.pieces import Segment, Unit, Units, home, joined, pairs, refuse_complex, spread, units, zeros
 
@@ -23,10 +23,10 @@ from shardfn.shards.pieces import Segment, Unit, Units, home, joined, pairs, ref
 def adafactor(
     lr: Hyperparameter | Tensor,
     *,
-    decay: float = -0.8,
-    clip: float = 1.0,
-    eps: float | None = None,
-    least: float = 1e-3,
+    decay: Hyperparameter = -0.8,
+    clip: Hyperparameter = 1.0,
+    eps: Hyperparameter | None = None,
+    least: Hyperparameter = 1e-3,
     weight_decay: Hyperparameter = 0.0,
     donate: bool = True,
 ) -> Optimizer:
@@ -46,8 +46,10 @@ def adafactor(
         clip: :math:`d`, above 0: the largest root mean square of an update.
         eps: lower bound for the root of a second moment; None for the machine epsilon of the gradient's dtype.
         least: :math:`\epsilon_2`, 0 or more: lower bound for the root mean square of a parameter.
-        weight_decay: :math:`\lambda`, 0 or more, or a schedule or rule.
+        weight_decay: :math:`\lambda`, 0 or more.
         donate: as for `sgd`.
+
+    Each number may also be a schedule or a rule; the state then has a part for each set of numbers that rules return.
 
     Returns:
         An `Optimizer` for parameters of real floating-point dtypes.
@@ -61,9 +63,14 @@ def adafactor(
         ``adafactor(1e-2, weight_decay=0.0)``
     """
     numbers = {"lr": lr, "decay": decay, "clip": clip, "least": least, "weight_decay": weight_decay}
-    check("adafactor", numbers | ({} if eps is None else {"eps": eps}) | {"donate": donate})
-    matrices, vectors = (_optimizer(moments, numbers, eps, donate) for moments in (_Factored(), _Whole()))
-    return masked(matrices, lambda path, shape: len(shape) > 1, vectors)
+    numbers |= {} if eps is None else {"eps": eps}
+    check("adafactor", {"donate": donate})
+
+    def make(numbers: dict[str, Any]) -> Optimizer:
+        matrices, vectors = (_optimizer(moments, numbers, donate) for moments in (_Factored(), _Whole()))
+        return masked(matrices, lambda path, shape: len(shape) > 1, vectors)
+
+    return by_numbers("adafactor", make, numbers)
 
 
 class _Whole:
@@ -147,7 +154,7 @@ class _Powers:
         return [(_real(count) ** self.exponent, start, stop) for count, start, stop in spans]
 
 
-def _optimizer(moments: Any, numbers: dict[str, Any], eps: float | None, donate: bool) -> Optimizer:
+def _optimizer(moments: Any, numbers: dict[str, Any], donate: bool) -> Optimizer:
     """Adafactor with one of the two ways to keep second moments: `_Whole` or `_Factored`."""
 
     def init(params: Any) -> Any:
@@ -170,7 +177,7 @@ def _optimizer(moments: Any, numbers: dict[str, Any], eps: float | None, donate:
             updates: list[Tensor | None] = []
             for i, grad in enumerate(gs):
                 if grad is not None:
-                    root_bound = torch.finfo(grad.dtype).eps if eps is None else eps
+                    root_bound = hparams.get("eps", torch.finfo(grad.dtype).eps)
                     mean_square = moments.moments_of(leaves, square, i, root_bound).clamp(min=root_bound * root_bound)
                     grad = mean_square.rsqrt() * grad
                 updates.append(grad)

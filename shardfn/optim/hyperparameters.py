@@ -123,10 +123,9 @@ def check_integer(name: str, key: str, value: Any, minimum: int) -> None:
 
 
 @functools.lru_cache(maxsize=4096, typed=True)
-def check_rule(name: str, numbers: tuple[tuple[str, Any], ...]) -> None:
-    """As `in_range`, for the numbers that rules return for a parameter."""
-    for key, value in numbers:
-        in_range(f"{name}: a rule for a parameter", key, value)
+def _check_rule(path: str, key: str, value: Any) -> None:
+    """As `in_range`, for the number that a rule returns for a parameter."""
+    in_range(f"{path}: a rule for a parameter", key, value)
 
 
 def constants(numbers: dict[str, Any]) -> dict[str, Any]:
@@ -176,6 +175,8 @@ class RuleAtStep:
         if isinstance(value, Tensor):
             raise TypeError(f"the rule of {self.key} must give a number or a schedule, got a tensor for {path}")
         if not callable(value):
+            if self.key in RANGES and not isinstance(value, tuple):  # of torch's classes some take pairs
+                _check_rule(path, self.key, value)
             return value
         if id(value) not in self._schedules:
             self._schedules[id(value)] = value, _scheduled(self.key, value, self.step)

@@ -106,9 +106,9 @@ class Kfac(Optimizer):
 def kfac(
     lr: Hyperparameter | Tensor,
     *,
-    momentum: float = 0.9,
+    momentum: Hyperparameter = 0.9,
     b2: float = 0.95,
-    damping: float = 1e-3,
+    damping: Hyperparameter = 1e-3,
     clip: float | None = 1e-3,
     every: int = 10,
     weight_decay: Hyperparameter = 0.0,
@@ -134,9 +134,9 @@ def kfac(
 
     Args:
         lr: :math:`\eta`: a number, a 0-d floating-point tensor, a schedule or a rule.
-        momentum: :math:`\mu`, from 0 to 1.
+        momentum: :math:`\mu`, from 0 to 1, or a schedule or rule.
         b2: :math:`\beta_2`, from 0 to below 1: decay of factors.
-        damping: :math:`\lambda`, above 0.
+        damping: :math:`\lambda`, above 0, or a schedule or rule.
         clip: c, above 0: a bound of the step's square in the norm of the Fisher matrix; None for none.
         every: steps from one computation of inverses to the next; the first step computes them.
         weight_decay: :math:`\lambda_w`, 0 or more, or a schedule or rule.
@@ -161,7 +161,7 @@ def kfac(
     """
     numbers = {"lr": lr, "momentum": momentum, "b2": b2, "damping": damping, "weight_decay": weight_decay}
     numbers |= {} if clip is None else {"clip": clip}
-    check("kfac", numbers | {"donate": donate})
+    check("kfac", numbers | {"donate": donate}, ("lr", "momentum", "damping", "weight_decay"))
     check_integer("kfac", "every", every, 1)
 
     def init(params: Any) -> Any:
@@ -207,16 +207,20 @@ def kfac(
         with torch.no_grad():
             block_states = state["blocks"] if donate else optree.tree_map(torch.clone, state["blocks"])
             if (count - 1) % every == 0:
-                for block in filter(owned, block_states.values()):
-                    _invert(as_owner(block), 1 - hparams["b2"] ** state["estimates"], hparams["damping"])
+                bias, damping = 1 - hparams["b2"] ** state["estimates"], hparams["damping"]
+                for block in (b for unit in leaves.each if unit.trainable for b in blocks(unit)):
+                    # On every rank: the error of its owner alone would leave the others waiting.
+                    amount = damping(block.path, block.whole) if callable(damping) else damping
+                    if owned(block_states[block.name]):
+                        _invert(as_owner(block_states[block.name]), bias, amount)
             precondition = functools.partial(_preconditioned, block_states)
             directions = on_owner([leaves.each[i] for i in gradients], list(gradients.values()), precondition, work)
             if "clip" in hparams and present:
                 directions = _clipped(leaves, present, directions, hparams["lr"], hparams["clip"])
             for i, d in zip(present, directions, strict=True):
-                m = momenta[i] if donate else momenta[i].clone()
-                momenta[i] = m.mul_(hparams["momentum"]).add_(d)
-                values[i] = updated_values(leaves.each[i], m, hparams, donate)
+                m = times(leaves.each[i], momenta[i], hparams["momentum"])
+                momenta[i] = (momenta[i].copy_(m) if donate else m).add_(d)
+                values[i] = updated_values(leaves.each[i], momenta[i], hparams, donate)
         new = params if donate else leaves.with_values(values)
         return new, state | {"step": count, "momentum": leaves.with_values(momenta), "blocks": block_states}
 

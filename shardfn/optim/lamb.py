@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from shardfn.optim.norms import squares
 from shardfn.optim.optimizer import Optimizer, of_rule
 from shardfn.optim.state_offload import on_whole
 from shardfn.optim.step_counts import count_spans, missed_after
+from shardfn.optim.wrappers import by_numbers
 from shardfn.shards.parts import refuse_parts
 from shardfn.shards.pieces import Unit, Units, joined, pairs, refuse_complex, units, zeros_like
 
@@ -22,11 +24,11 @@ from shardfn.shards.pieces import Unit, Units, joined, pairs, refuse_complex, un
 def lamb(
     lr: Hyperparameter | Tensor,
     *,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-6,
-    min_trust_ratio: float = 0.0,
-    max_trust_ratio: float | None = None,
+    b1: Hyperparameter = 0.9,
+    b2: Hyperparameter = 0.999,
+    eps: Hyperparameter = 1e-6,
+    min_trust_ratio: Hyperparameter = 0.0,
+    max_trust_ratio: Hyperparameter | None = None,
     weight_decay: Hyperparameter = 0.0,
     donate: bool = True,
 ) -> Optimizer:
@@ -45,8 +47,10 @@ def lamb(
         eps: :math:`\epsilon`, 0 or more.
         min_trust_ratio: lower bound of the quotient, 0 or more; DeepSpeed has 0.01.
         max_trust_ratio: upper bound of the quotient, at least `min_trust_ratio`; None for no bound. DeepSpeed has 10.
-        weight_decay: :math:`\lambda`, 0 or more, or a schedule or rule.
+        weight_decay: :math:`\lambda`, 0 or more.
         donate: as for `sgd`.
+
+    Each number may also be a schedule or a rule; the state then has a part for each set of numbers that rules return.
 
     Returns:
         An `Optimizer` for parameters of real floating-point dtypes.
@@ -68,11 +72,16 @@ def lamb(
         "weight_decay": weight_decay,
     }
     numbers |= {} if max_trust_ratio is None else {"max_trust_ratio": max_trust_ratio}
-    check("lamb", numbers | {"donate": donate})
-    if max_trust_ratio is not None and max_trust_ratio < min_trust_ratio:
+    check("lamb", {"donate": donate})
+    return by_numbers("lamb", lambda numbers: _optimizer(numbers, donate), numbers)
+
+
+def _optimizer(numbers: dict[str, Any], donate: bool) -> Optimizer:
+    minimum, maximum = numbers["min_trust_ratio"], numbers.get("max_trust_ratio", math.inf)
+    if not (callable(minimum) or callable(maximum)) and maximum < minimum:
         raise ValueError(
-            f"lamb: max_trust_ratio={max_trust_ratio!r} is below min_trust_ratio={min_trust_ratio!r}. Pass a "
-            f"max_trust_ratio of {min_trust_ratio!r} or more"
+            f"lamb: max_trust_ratio={maximum!r} is below min_trust_ratio={minimum!r}. Pass a max_trust_ratio of "
+            f"{minimum!r} or more"
         )
 
     def init(params: Any) -> Any:

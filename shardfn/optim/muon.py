@@ -12,6 +12,7 @@ from shardfn.optim.hyperparameters import Hyperparameter, begun, check, check_in
 from shardfn.optim.optimizer import Optimizer
 from shardfn.optim.owners import on_everyone, on_owner, updated_values
 from shardfn.optim.state_offload import on_whole
+from shardfn.optim.wrappers import by_numbers
 from shardfn.shards.boxes import Ints
 from shardfn.shards.parts import refuse_parts
 from shardfn.shards.pieces import pairs, refuse_complex, units, zeros_like
@@ -21,7 +22,7 @@ from shardfn.shards.pieces import pairs, refuse_complex, units, zeros_like
 def muon(
     lr: Hyperparameter | Tensor,
     *,
-    momentum: float = 0.95,
+    momentum: Hyperparameter = 0.95,
     nesterov: bool = True,
     weight_decay: Hyperparameter = 0.1,
     iterations: int = 5,
@@ -39,7 +40,7 @@ def muon(
 
     Args:
         lr: :math:`\eta`: a number, a 0-d floating-point tensor, a schedule or a rule.
-        momentum: :math:`\mu`, from 0 to 1.
+        momentum: :math:`\mu`, from 0 to 1, or a schedule or rule.
         nesterov: whether to use Nesterov's momentum.
         weight_decay: :math:`\lambda`, 0 or more, or a schedule or rule.
         iterations: number of Newton-Schulz iterations, 1 or more.
@@ -60,11 +61,16 @@ def muon(
         ``masked(muon(0.02), lambda path, shape: len(shape) == 2 and "embed" not in path, adamw(3e-4))``
     """
     numbers = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-    check("muon", numbers | {"nesterov": nesterov, "donate": donate})
+    check("muon", {"nesterov": nesterov, "donate": donate})
     check_integer("muon", "iterations", iterations, 1)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"muon: dtype must be a floating dtype, or None for the gradient's, got {dtype!r}")
+    return by_numbers("muon", lambda numbers: _optimizer(numbers, nesterov, iterations, dtype, donate), numbers)
 
+
+def _optimizer(
+    numbers: dict[str, Any], nesterov: bool, iterations: int, dtype: torch.dtype | None, donate: bool
+) -> Optimizer:
     def init(params: Any) -> Any:
         leaves = units(params)
         refuse_complex(leaves, "muon")

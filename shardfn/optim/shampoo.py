@@ -21,7 +21,6 @@ from shardfn.optim.hyperparameters import (
     begun,
     check,
     check_integer,
-    check_rule,
     constants,
     made_of_numbers,
 )
@@ -288,10 +287,9 @@ def _optimizer(
         gs = [grad for unit, grad in pairs(leaves, grads) if unit.trainable]
         counts, rates = dict(state["counts"]), {}
         for unit, g in zip(trained_units, gs, strict=True):
-            for _, path, shape in spread(unit):
+            for _, path, shape in spread(unit):  # of all ranks, as a rule's error on one rank would hang the others
                 counts[path] += g is not None
                 rates[path] = {k: v(path, shape) if callable(v) else v for k, v in hparams.items() if k != "lr"}
-                check_rule(path, tuple(rates[path].items()))  # on every rank: its owner's error alone would hang others
         with torch.no_grad():
             blocks = state["blocks"] if donate else optree.tree_map(torch.clone, state["blocks"])
 

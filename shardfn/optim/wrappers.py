@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from shardfn.mesh.planned import planned
 from shardfn.mesh.scope import mesh_of, scope
 from shardfn.mesh.selectors import Which, chosen
 from shardfn.optim.differentiable import differentiable, lerped, refuse_overwriting, share_memory
-from shardfn.optim.hyperparameters import Rule, check, check_integer
+from shardfn.optim.hyperparameters import Rule, check, check_integer, is_rule
 from shardfn.optim.norms import roots
 from shardfn.optim.optimizer import Optimizer, must_be_optimizer
 from shardfn.quoting import listed
@@ -87,6 +88,45 @@ def split(name: str, optimizer: Optimizer, rule: Which, fallback: Optimizer | No
         return leaves.with_values(values), state
 
     return Optimizer(init, step)
+
+
+def by_numbers(name: str, make: Callable[[dict[str, Any]], Optimizer], numbers: dict[str, Any]) -> Optimizer:
+    """An optimizer for each set of numbers that rules return, or the one of `make` if there are no rules.
+
+    Args:
+        name: of the function, for messages.
+        make: makes the optimizer for parameters that share all numbers but `lr` and `weight_decay`.
+        numbers: hyperparameters by name.
+
+    Returns:
+        An `Optimizer`; with rules, its state is that of `masked` for the first set and all others.
+    """
+    check(name, numbers, numbers)
+    rules = {key: x for key, x in numbers.items() if key not in ("lr", "weight_decay") and is_rule(key, x)}
+    if not rules:
+        return make(numbers)
+
+    @functools.cache  # schedules are compared by identity, and a rule may make a new one each time
+    def set_of(path: str, shape: tuple[int, ...]) -> tuple[Any, ...]:
+        return tuple(rule(path, shape) for rule in rules.values())
+
+    @functools.lru_cache(maxsize=16)
+    def combined(sets: tuple[tuple[Any, ...], ...]) -> Optimizer:
+        constant = dict(zip(rules, sets[0], strict=True))
+        check(name, constant, constant)
+        first = make(numbers | constant)
+        if len(sets) == 1:
+            return first
+        return split(name, first, lambda path, shape: set_of(path, shape) == sets[0], combined(sets[1:]))
+
+    def of(params: Any) -> Optimizer:
+        trained = [unit for unit in units(params).each if unit.trainable]
+        sets = dict.fromkeys(set_of(path, shape) for unit in trained for _, path, shape in spread(unit))
+        return combined(tuple(sets)) if sets else make(numbers)
+
+    return Optimizer(
+        lambda params: of(params).init(params), lambda params, grads, state: of(params).step(params, grads, state)
+    )
 
 
 def _values(leaves: Units) -> list[Any]:

@@ -99,8 +99,19 @@ def damped(factor: Tensor, by: Tensor) -> Tensor:
     return torch.linalg.inv(factor + by * torch.eye(len(factor)).double())
 
 
+def momentum_of(path: str, shape: tuple[int, ...]) -> Any:
+    return MOMENTUM if path < "h" else lambda step: 0.5 / step
+
+
+def damping_of(path: str, shape: tuple[int, ...]) -> float:
+    return DAMPING * shape[0]
+
+
+RULES: dict[str, Any] = {"momentum": momentum_of, "damping": damping_of}
+
+
 @functools.cache
-def by_paper(clip: float | None = CLIP, every: int = EVERY) -> Any:
+def by_paper(clip: float | None = CLIP, every: int = EVERY, rules: bool = False) -> Any:
     """Parameters after all steps, and how much the steps were clipped."""
     params = optree.tree_map(lambda x: x.clone().requires_grad_(), whole())
     each, scales = leaves(params), []
@@ -123,7 +134,8 @@ def by_paper(clip: float | None = CLIP, every: int = EVERY) -> Any:
             if step % every == 0:
                 a, g = (x / (1 - B2**k) for x in means[path])
                 pi = ((a.trace() / len(a)) / (g.trace() / len(g))).sqrt()
-                inverses[path] = damped(a, pi * DAMPING**0.5), damped(g, DAMPING**0.5 / pi)
+                damping = damping_of(path, tuple(each[path].shape)) if rules else DAMPING
+                inverses[path] = damped(a, pi * damping**0.5), damped(g, damping**0.5 / pi)
             a, g = inverses[path]
             gradient = each[path].grad
             assert gradient is not None
@@ -136,7 +148,7 @@ def by_paper(clip: float | None = CLIP, every: int = EVERY) -> Any:
         scales.append(scale)
         with torch.no_grad():
             for path, d in along.items():
-                momenta[path] = MOMENTUM * momenta[path] + scale * d
+                momenta[path] = (0.5 / (step + 1) if rules and path > "h" else MOMENTUM) * momenta[path] + scale * d
                 each[path].mul_(1 - RATE * DECAY).sub_(RATE * momenta[path])
         rest.step()
     return optree.tree_map(Tensor.detach, params), scales
@@ -182,7 +194,7 @@ def by_ranks(strategy: str, options: dict[str, Any], wrap: str = "nothing") -> t
     got, _ = run(flat, state)
     pure = not options.get("donate", True)
     changed = distance((flat, way[1](state)["chosen"]["blocks"]), before) if pure else 0.0
-    wanted, _ = by_paper(options.get("clip", CLIP), options.get("every", EVERY))
+    wanted, _ = by_paper(options.get("clip", CLIP), options.get("every", EVERY), "damping" in options)
     return distance(sf.unshard(got), wanted), changed
 
 
@@ -212,7 +224,9 @@ def test_steps_are_the_papers(world: World, strategy: str) -> None:
         assert apart < 1e-9
 
 
-@pytest.mark.parametrize("options", [{"clip": None, "every": 1}, {"donate": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"clip": None, "every": 1}, {"donate": False}, RULES], ids=["clip", "pure", "rules"]
+)
 @pytest.mark.parametrize("strategy", ["full_shard", "zero1"])
 @two
 def test_options(world: World, strategy: str, options: dict[str, Any]) -> None:

@@ -151,6 +151,75 @@ def gradients_of(ps: Any, number: int) -> Any:
     return sf.grad(loss)(ps)
 
 
+def decay_of(path: str, shape: tuple[int, ...]) -> float:
+    return 0.6 if path.startswith("head") else 0.9
+
+
+def decay_at_step(path: str, shape: tuple[int, ...]) -> Any:
+    return (lambda step: 0.5 + 0.1 * step) if path.startswith("embed") else 0.9
+
+
+def bound_of(path: str, shape: tuple[int, ...]) -> float:
+    return 0.5 if path.endswith("w") else 2.0
+
+
+IN_PARTS: dict[str, Callable[..., so.Optimizer]] = {
+    "lamb": lambda donate, which: so.lamb(0.05, b1=decay_of, eps=which, b2=decay_at_step, donate=donate),
+    "adafactor": lambda donate, which: so.adafactor(layerwise, clip=bound_of, eps=which, donate=donate),
+    "muon": lambda donate, which: so.masked(
+        so.muon(layerwise, momentum=decay_at_step, dtype=None, donate=donate),
+        lambda path, shape: len(shape) == 2,
+        so.lamb(0.1, b2=decay_of, eps=which, donate=donate),
+    ),
+}
+
+
+def small(path: str, shape: tuple[int, ...]) -> float:
+    return 1e-3 if path.endswith("b") else 1e-8
+
+
+def one_by_one(name: str, donate: bool) -> Any:
+    """Each parameter by an optimizer of its own, in a tree in which it is alone."""
+    leaves, tree = optree.tree_flatten(params(DEPTH))
+    after = []
+    for path, x in zip([".".join(map(str, path)) for path in optree.tree_paths(params(DEPTH))], leaves, strict=True):
+        ps: Any = {path: x}
+        optimizer = IN_PARTS[name](donate, small(path, tuple(x.shape)))
+        state = optimizer.init(ps)
+        for number in range(STEPS):
+            ps, state = optimizer.step(ps, gradient(ps, number), state)
+        after.append(ps[path])
+    return optree.tree_unflatten(tree, after)
+
+
+def in_parts(name: str, strategy: str, donate: bool, n: int) -> float:
+    mesh, optimizer = data_mesh(n), IN_PARTS[name](donate, small)
+    ps = sf.shard(params(DEPTH), mesh, STRATEGIES[strategy])
+    state = optimizer.init(ps)
+    for number in range(STEPS):
+        grads = sf.shard_map(
+            lambda p, number=number: gradients_of(p, number), mesh=mesh, in_specs=(...,), out_specs=...
+        )(ps)
+        ps, state = optimizer.step(ps, grads, state)
+    return distance(sf.unshard(ps), one_by_one(name, donate))
+
+
+@pytest.mark.central
+@pytest.mark.parametrize("donate", [True, False], ids=["donated", "pure"])
+@pytest.mark.parametrize("strategy", ["hybrid_shard", "zero1"])
+@pytest.mark.world(4, "processes")
+def test_parameters_have_numbers_of_their_own_in_each_optimizer(world: World, strategy: str, donate: bool) -> None:
+    for name in IN_PARTS:
+        assert worst(world.run(in_parts, name, strategy, donate, 4)) < 1e-12, name
+
+
+def test_a_number_out_of_its_range_in_one_set_names_it() -> None:
+    ps = params(1)
+    for optimizer in (so.lamb(0.1, b1=lambda path, shape: -0.5), so.muon(0.1, momentum=lambda path, shape: -0.5)):
+        with pytest.raises(ValueError, match=r"(b1|momentum) must be a number"):
+            optimizer.init(ps)
+
+
 @pytest.mark.central
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hfsdp", "zero1"])
 @pytest.mark.world(4, "processes")
