@@ -27,6 +27,7 @@ from shardfn.compat import process_groups
 from shardfn.debugging import debugging
 from shardfn.mesh import waiting
 from shardfn.mesh.axes import axis_of, device_of, per_mesh
+from shardfn.mesh.exact import added
 from shardfn.mesh.grid import Axis
 from shardfn.mesh.groups import connected, group_over
 from shardfn.mesh.lanes import lane
@@ -287,6 +288,40 @@ def reduce_scatter(
     if transport_name == "direct":
         return _scatter_directly(flat, out, comm, scratch, purpose)
     return TRANSPORTS["reduce_scatter"][transport_name](flat, out, comm, scratch)
+
+
+def scatter_by_tree(
+    flat: Tensor,
+    out: Tensor,
+    comm: Communicator,
+    pieces: Sequence[int],
+    over: Sequence[int],
+    scratch: Callable[[int], Tensor],
+    purpose: int = 0,
+) -> Handle:
+    """Fills `out [n]` with the sum over ranks, by a tree of additions, of their piece of `flat [size * n]` for this rank.
+
+    `pieces[i]` is the index of the piece that rank `i` gets, and `over` are the bases of the digits of a rank's number,
+    the most significant first, along which the tree adds. `flat` is overwritten.
+    """
+    transport_name = _issued("reduce_scatter", comm, (flat.nbytes, flat.dtype))
+    n, index = comm.axis.size, comm.axis.index
+    parts = flat.view(n, -1).unbind()
+    outgoing = [parts[i] for i in pieces]
+    if transport_name == "direct":
+        received = scratch(flat.numel() - out.numel()).view(n - 1, -1).unbind()
+        summands = [*received[:index], outgoing[index], *received[index:]]
+        work = exchanged([[x] for x in summands], [[x] for x in outgoing], comm, purpose=purpose)
+    else:
+        received = scratch(flat.numel())
+        ordered = flat if list(pieces) == sorted(pieces) else torch.cat(outgoing)
+        work = dist.all_to_all_single(received, ordered, group=comm.reductions, async_op=True)
+        summands = list(received.view(n, -1).unbind())
+
+    def add() -> None:
+        out.copy_(added(summands, over))
+
+    return CombinedWorks([work], add)
 
 
 def all_reduce(x: Tensor, comm: Communicator) -> Handle:

@@ -29,6 +29,7 @@ class _Scope(threading.local):
         self.mesh: DeviceMesh | None = None
         self.axes: Axes | None = None
         self.independent: tuple[str, ...] = ()
+        self.part: BatchPart | None = None
         self.elsewhere = False
 
 
@@ -51,15 +52,15 @@ def _watched(mesh: DeviceMesh, axes: Axes | None) -> Iterator[None]:
 @contextlib.contextmanager
 def _scoped(mesh: DeviceMesh, axes: Axes | None) -> Iterator[None]:
     axes = known_axes(mesh) if axes is None else axes
-    before = _scope.mesh, _scope.axes
-    _scope.mesh, _scope.axes = mesh, axes
+    before = _scope.mesh, _scope.axes, _scope.part
+    _scope.mesh, _scope.axes, _scope.part = mesh, axes, None
     entry = axes.number, axes.lane
     lanes.entered.append(entry)
     try:
         yield
     finally:
         lanes.entered.remove(entry)
-        _scope.mesh, _scope.axes = before
+        _scope.mesh, _scope.axes, _scope.part = before
 
 
 @contextlib.contextmanager
@@ -108,6 +109,15 @@ def bound_axis(axis: AxisName, where: str) -> Axis:
         raise TypeError(f"{callers.api_name(where)}: axis must be a name or a tuple of names, got {got}")
     if not axis:
         return ALONE
+    part = _scope.part
+    if part is not None and set(part.axes) & set(as_names(axis)):
+        if where == "fold_in" and set(part.axes) == set(as_names(axis)):
+            return Axis(part.count, part.number, _PART)
+        raise RuntimeError(
+            f"{callers.api_name(where)}: axis {axis!r} means nothing in a part of a batch that is added exactly, which is "
+            f"a function of its own rows on any mesh: return (total, count) of these rows, which accumulate adds over "
+            f"all parts, and divides once"
+        )
     axes = axes_here()
     if axes is None:
         raise NameError(
@@ -179,6 +189,34 @@ def mesh_of(grid: Grid, where: str) -> DeviceMesh:
             f"place it again with shardfn.shard(shardfn.unshard(...), mesh, ...)"
         )
     return mesh
+
+
+_PART = "part"
+
+
+def is_part(axis: Axis) -> bool:
+    """Whether an axis stands for the parts of a batch, in place of the ranks that compute them."""
+    return axis.group is _PART
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchPart:
+    """A part of a batch whose sums do not depend on the mesh.
+
+    Attributes:
+        axes: the axes along which ranks work on different parts.
+        number: its number among the parts of all ranks.
+        count: the number of these.
+    """
+
+    axes: tuple[str, ...]
+    number: int
+    count: int
+
+
+def in_part(part: BatchPart) -> Any:
+    """A context in which the program computes one part of a batch, and may not use these axes."""
+    return replaced(_scope, part=part)
 
 
 def independent_along(names: tuple[str, ...]) -> Any:

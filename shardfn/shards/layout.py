@@ -23,6 +23,7 @@ from shardfn.mesh.grid import Grid
 from shardfn.mesh.spec import P
 from shardfn.quant.packed import Packed, is_packed
 from shardfn.quoting import byte_count
+from shardfn.mesh import exact as exactness
 from shardfn.shards.placement import Placement, Tier
 from shardfn.tiers import copying
 from shardfn.tiers.tensors import on_disk
@@ -55,9 +56,9 @@ class Entry:
         return math.prod(self.shape)
 
 
-def aligned(numel: int, dtype: torch.dtype) -> int:
-    """The least multiple of the alignment that is `numel` or more, in elements."""
-    step = max(1, ALIGNMENT // dtype.itemsize)
+def aligned(numel: int, dtype: torch.dtype, exact: int = 0) -> int:
+    """The least multiple of the alignment that is `numel` or more, in elements; that of `Placement.exact` is larger."""
+    step = max(1, (exactness.ALIGNMENT if exact else ALIGNMENT) // dtype.itemsize)
     return -(-numel // step) * step
 
 
@@ -143,12 +144,14 @@ class Layout:
     def piece(self) -> int:
         """Elements of one rank's piece. The last piece ends in at least 64 unused bytes, for tags and marks.
 
-        It also divides by the number of replicas, so that every placement on these axes has the same buffer size.
+        It also divides by the number of replicas, so that every placement on these axes has the same buffer size, and
+        with `Placement.exact` by that number, so that meshes have the same.
         """
         if self.room:
             return self.room // self.size
-        step, finest = aligned(1, self.dtype), self.grid.size(self.placement.axes + self.placement.replicas)
-        return aligned(-(-(self.total + step) // finest), self.dtype) * (finest // self.size)
+        exact, step = self.placement.exact, aligned(1, self.dtype)
+        finest = exact or self.grid.size(self.placement.axes + self.placement.replicas)
+        return aligned(-(-(self.total + step) // finest), self.dtype, exact) * finest // self.size
 
     @cached_property
     def total(self) -> int:
@@ -467,9 +470,11 @@ def lay(
 ) -> Layout:
     """The layout of parameters `(path, leaves, shape, spec)`, one after another in a buffer."""
     entries, offset = [], 0
+    if placement.exact:
+        exactness.check_fits(placement.exact, dict(grid.sizes), placement.axes + placement.replicas, stage)
     for path, leaves, shape, spec in parts:
         entries.append(Entry(path, leaves, shape, spec, offset))
-        offset = aligned(offset + math.prod(shape), dtype)
+        offset = aligned(offset + math.prod(shape), dtype, placement.exact)
     return Layout(stage, tree, tuple(entries), dtype, trainable, placement, grid)
 
 

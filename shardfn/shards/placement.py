@@ -53,9 +53,10 @@ class Placement:
         gather_format: format in which floating-point parameters are sent, such as `quant.int8()`; see `stage`.
         reduce_format: format in which their gradients are sent.
         tiers: where parameters, gradients and optimizer state are kept; see `on`.
+        exact: the number of parts of a batch whose sums have the same bits on any mesh; 0 if not; see `with_exact`.
 
     Raises:
-        ValueError: an axis twice; `gradients` or `reshard` that do not fit `axes`.
+        ValueError: an axis twice; `gradients` or `reshard` that do not fit `axes`; quantized gradients with `exact`.
 
     Example:
         >>> Placement(axes=("shard",), replicas=("replica",)) == hybrid_shard(shard="shard", replica="replica")
@@ -71,6 +72,7 @@ class Placement:
     gather_format: Format | None
     reduce_format: Format | None
     tiers: Tiers
+    exact: int
 
     def __init__(
         self,
@@ -84,6 +86,7 @@ class Placement:
         gather_format: Format | None = None,
         reduce_format: Format | None = None,
         tiers: Tiers = Tiers(),  # noqa: B008
+        exact: int = 0,
     ) -> None:
         for name, value in {
             "axes": _names("axes", axes),
@@ -95,6 +98,7 @@ class Placement:
             "gather_format": gather_format,
             "reduce_format": reduce_format,
             "tiers": Tiers(*tiers),
+            "exact": exact,
         }.items():
             object.__setattr__(self, name, value)
         self._check()
@@ -103,6 +107,11 @@ class Placement:
         names = (*self.axes, *self.replicas, *self.only_at_axes)
         for name in ("gather_format", "reduce_format"):
             check_format(getattr(self, name), f"a strategy's {name}")
+        if self.exact and self.reduce_format is not None:
+            raise ValueError(
+                "a strategy has exact and reduce_format: gradients that are quantized on the way have other bits on "
+                "another number of ranks. Leave one of them out"
+            )
         twice = [name for name in names if names.count(name) > 1]
         if twice:
             raise ValueError(
@@ -146,6 +155,7 @@ class Placement:
             gather_format=self.gather_format,
             reduce_format=self.reduce_format,
             tiers=self.tiers,
+            exact=self.exact,
         )
 
     def only_on(self, **positions: int) -> Placement:
@@ -175,6 +185,30 @@ class Placement:
         tiers = {"params": params, "grads": grads, "state": state}
         return replace(self, tiers=self.tiers._replace(**{k: v for k, v in tiers.items() if v is not None}))
 
+    def with_exact(self, parts: int) -> Placement:
+        """The same bits on any mesh: `full_shard("shard").with_exact(8)` for up to 8 ranks.
+
+        A batch is then that many parts of consecutive rows, each a function of its own rows. What crosses parts, such
+        as gradients, losses and norms, is added by one tree of additions, which does not depend on the number of ranks.
+        `accumulate(f, batch, micro="exact")` computes such gradients.
+
+        Args:
+            parts: a power of two, for numbers of ranks that are powers of two and at most as large; or three times a
+                power of two, for one rank, and for such numbers of ranks; 0 for none.
+
+        Returns:
+            The placement. Its buffers are padded to so many pieces of multiples of 1 KiB.
+
+        Raises:
+            TypeError, ValueError: another number; `shard` also raises for a mesh that it does not fit.
+
+        Example:
+            >>> hybrid_shard(shard="shard", replica="replica").with_exact(8).exact
+            8
+        """
+        _check_exact(parts)
+        return replace(self, exact=parts)
+
     def without(self, names: Collection[str]) -> Placement:
         """The same, without these axes among replicas and gradients."""
         replicas, gradients = (tuple(n for n in axes if n not in names) for axes in (self.replicas, self.gradients))
@@ -196,7 +230,15 @@ class Placement:
         if not isinstance(self.reshard, tuple):
             return None
         rest = self.replicas + self.axes[len(self.reshard) :]
-        return Placement(self.reshard, rest, gradients=self.axes, only_at=self.only_at)
+        return Placement(self.reshard, rest, gradients=self.axes, only_at=self.only_at, exact=self.exact)
+
+
+def _check_exact(parts: Any) -> None:
+    """Raises TypeError or ValueError unless it is a power of two, three times one, or 0."""
+    if isinstance(parts, bool) or not isinstance(parts, int):
+        raise TypeError(f"with_exact: parts must be an integer, got {short(repr(parts), 80)}")
+    if parts < 0 or (parts and not any(parts % n == 0 and (parts // n).bit_count() == 1 for n in (1, 3))):
+        raise ValueError(f"with_exact: parts must be a power of two, or three times one, such as 8 or 12, got {parts}")
 
 
 def _names(kind: str, axis: AxisName) -> tuple[str, ...]:

@@ -13,14 +13,15 @@ from torch import Tensor
 from shardfn.compat import dispatch, modes
 from shardfn.mesh.axes import device_of
 from shardfn.mesh.grid import AxisName
-from shardfn.mesh.scope import bound_axis, current_mesh
+from shardfn.mesh.scope import bound_axis, current_mesh, is_part
 
 
 def fold_in(seed: int, *what: int | AxisName) -> torch.Generator:
     """A generator seeded from `seed` and all of `what`, the same on every rank that folds in the same values.
 
     An axis name stands for this rank's position along the axis, so ranks along it draw different numbers. An int (a
-    step, a layer) is folded in unchanged. Ranks along all other axes draw the same.
+    step, a layer) is folded in unchanged. Ranks along all other axes draw the same. In a part of a batch that is added
+    exactly (`Placement.with_exact`), the data axes stand for the number of the part, on any mesh.
 
     Args:
         seed: any int.
@@ -38,12 +39,15 @@ def fold_in(seed: int, *what: int | AxisName) -> torch.Generator:
         Dropout that differs along `data` and agrees along `tensor`, at each step:
         ``keep = torch.rand(x.shape, generator=fold_in(seed, step, "data")) > rate``
     """
-    folded = [
-        f"{part}={bound_axis(part, 'fold_in').index}" if isinstance(part, (str, tuple)) else _int(part) for part in what
-    ]
+    folded = [_position(part) if isinstance(part, (str, tuple)) else _int(part) for part in what]
     mesh = current_mesh()
     generator = torch.Generator(device=device_of(mesh) if mesh else "cpu")
     return generator.manual_seed(mixed(_int(seed), *folded))
+
+
+def _position(axis: AxisName) -> str:
+    bound = bound_axis(axis, "fold_in")
+    return f"part={bound.index}" if is_part(bound) else f"{axis}={bound.index}"
 
 
 def _int(part: object) -> int:

@@ -21,9 +21,11 @@ from shardfn.collectives import compressed
 from shardfn.collectives.into_buffers import (
     Communicator,
     Handle,
+    all_gather,
     all_reduce,
     arrived,
     reduce_scatter,
+    scatter_by_tree,
     scatter_pieces,
 )
 from shardfn.collectives.late_checks import check
@@ -31,12 +33,13 @@ from shardfn.collectives.ledger import attributed_to
 from shardfn.compat import devices
 from shardfn.mesh import waiting
 from shardfn.quant.formats import Format
+from shardfn.mesh.exact import PartSums
 from shardfn.shards.layout import ALIGNMENT, Layout
 from shardfn.stages.buffers import Buffer, Pool
-from shardfn.stages.routes import Reduction
+from shardfn.stages.routes import RankTree, Reduction
 from shardfn.tiers import placing
 from shardfn.tiers.offload import GradOffload
-from shardfn.transforms.step import Defer, GradientSum, Step, wider
+from shardfn.transforms.step import Defer, GradientSum, Parts, Step, wider
 
 _HOST = torch.device("cpu")
 _Memory = Callable[[int, torch.dtype], Tensor]
@@ -55,6 +58,7 @@ class PendingReduction:
         left: on an accelerator, the event after which no hop reads the source, if later hops were started ahead.
         held: the tensors that those later hops read.
         landed: on an accelerator, the event after which a quantized gradient is decoded.
+        of_parts: in an exact step, the sum over parts to which it is added.
         ends: whether `out` contains the end of the full buffer, with its marks.
         marks: dtype of the marks there, for the current hop; None if they are not checked.
     """
@@ -66,6 +70,7 @@ class PendingReduction:
     sends = failed = False
     left: Any = None
     landed: Any = None
+    of_parts: PartSums | None = None
 
     def __init__(
         self, reduction: Reduction, out: Tensor, total: GradientSum | None, deferred: bool, scattered: bool = False
@@ -76,7 +81,8 @@ class PendingReduction:
         hops = [] if deferred else [("reduce_scatter", route.split), ("all_reduce", route.replica)]
         self.hops = [("reduce_scatter", level.along) for level in self.levels[1:]]
         self.hops += [(op, comm) for op, comm in hops if comm is not None]
-        self.ends = shard is None or shard.axis.index == shard.axis.size - 1
+        index = 0 if shard is None else shard.axis.index
+        self.ends = shard is None or (route.tree.pieces[index] if route.tree else index) == shard.axis.size - 1
         self.held: list[Tensor] = []
         self.source: Sequence[Any] = ()
         self.turn = 0  # in which it started
@@ -171,6 +177,9 @@ class PendingReduction:
             self.landed, self.held = None, []
         if self.source:
             self._let_go()
+        if self.of_parts is not None:
+            self.of_parts.add(self.out)
+            return self.out
         out = self.out.to(self.reduction.dtypes.shard)
         if self.total is not None:
             self.total.add(out)
@@ -192,7 +201,8 @@ class PendingReduction:
         if op == "reduce_scatter":
             assert self.into is not None, "a scatter fills something"
             self.out, self.into = self.into, None
-            self.ends = self.ends and comm.axis.index == comm.axis.size - 1
+            if self.reduction.route.tree is None:
+                self.ends = self.ends and comm.axis.index == comm.axis.size - 1
         if self.marks is not None and self.ends:
             marks = _marks(self.reduction.layout, self.marks, _HOST).to(self.out.dtype)
             _compare(self.out[len(self.out) - len(marks) :], marks, stage)
@@ -309,9 +319,16 @@ class Reductions:
                 self.moving.remove(pending)
 
     def start(
-        self, reduction: Reduction, gradients: Sequence[Tensor | None], total: GradientSum | None, defer: Defer
+        self,
+        reduction: Reduction,
+        gradients: Sequence[Tensor | None],
+        total: GradientSum | None,
+        defer: Defer,
+        parts: Parts | None = None,
     ) -> PendingReduction | None:
         """Starts to reduce the gradients of one buffer's parameters; None if the step defers it."""
+        if reduction.route.tree is not None:
+            return self._send_part(reduction, reduction.route.tree, gradients, total, parts)
         if total is not None and defer == "all":
             self._add_whole(reduction, gradients, total)
             return None
@@ -391,6 +408,54 @@ class Reductions:
                 handle = _hop(reduction, shard, flat, out, lambda n, dtype: scratch)
         pending = PendingReduction(reduction, out, total, deferred)
         return self._sent(pending.scattering(handle, shard, marked, [*source, flat]))
+
+    def _send_part(
+        self,
+        reduction: Reduction,
+        tree: RankTree,
+        gradients: Sequence[Tensor | None],
+        total: GradientSum | None,
+        parts: Parts | None,
+    ) -> PendingReduction:
+        """Starts to sum the gradients of one part of a batch on each rank, by the tree of all parts."""
+        if total is None or parts is None:
+            raise RuntimeError(
+                f"stage {reduction.layout.stage!r}: its parameters have with_exact({reduction.layout.placement.exact}), "
+                f'whose gradients come from accumulate(f, batch, micro="exact"). To differentiate otherwise, shard the '
+                f"parameters by a strategy without with_exact"
+            )
+        flat, source = self._flat(reduction, gradients)
+        shard, dtype, pieces = reduction.route.shard, reduction.dtypes.sum, len(tree.pieces)
+        pending = PendingReduction(reduction, flat, total, deferred=True, scattered=True)
+        pending.of_parts = total.next_call(parts)
+        if shard is None:
+            return self._sent(pending)
+        pending.out = torch.empty(len(flat) // pieces, dtype=dtype, device=self.device)
+
+        def memory(n: int) -> Tensor:
+            source.append(self._memory(n * dtype.itemsize, flat))
+            return source[-1].part(0, n * dtype.itemsize, dtype)
+
+        handle = scatter_by_tree(flat, pending.out, shard, tree.pieces, tree.bases, memory, reduction.purpose.number)
+        return self._sent(pending.scattering(handle, shard, dtype, source))
+
+    def _sum_of_parts(self, total: GradientSum) -> Tensor:
+        """The gradient of an exact step: the sum of those of all calls, `[piece]` on each replica."""
+        reduction: Reduction = total.reduction
+        layout, replica = reduction.layout, reduction.route.replica
+        sums = [part_sums.sum for part_sums in total.by_call]
+        out = functools.reduce(lambda a, b: a if b is None else b if a is None else a.add_(b), sums)
+        assert out is not None, "some part has made a call"
+        out, total.by_call = out.to(reduction.dtypes.shard), []
+        if replica is None:
+            return out
+        gathered = torch.empty(layout.piece, dtype=out.dtype, device=self.device)
+        own = gathered.view(replica.axis.size, -1)[replica.axis.index]
+        own.copy_(out)
+        bytes_of = (x.view(torch.uint8) for x in (gathered, own))
+        arrived(all_gather(next(bytes_of), replica, out.dtype, next(bytes_of)), "all_gather",
+                replica.gathers.group_name, reduction.purpose)  # fmt: skip
+        return gathered
 
     def _send_pieces(
         self, reduction: Reduction, gradients: Sequence[Tensor | None], total: GradientSum | None, deferred: bool
@@ -524,6 +589,10 @@ class Reductions:
         for total in [total for total in step.sums.values() if total.reductions is self]:
             reduction: Reduction = total.reduction
             total.accumulator = None
+            if total.by_call:
+                with attributed_to(reduction.layout.stage, backward=True):
+                    total.out = self.added(reduction, None, self._sum_of_parts(total))
+                continue
             with attributed_to(reduction.layout.stage, backward=True):
                 if step.defer == "all" and total.whole is not None:
                     full, total.whole, total.out = total.whole.to(reduction.dtypes.sum), None, None

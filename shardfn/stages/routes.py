@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardfn.collectives.into_buffers import Communicator, Purpose, purpose_of, transport
 from shardfn.mesh.axes import sizes
 from shardfn.quant.formats import Format
+from shardfn.mesh.exact import split_bases
 from shardfn.shards.layout import Layout
 from shardfn.shards.placement import Tier
 from shardfn.stages.gather_plan import Gather
@@ -46,12 +47,28 @@ class Route:
         split: for the second reduce-scatter, over the replica axes that shard the optimizer state.
         replica: for the all-reduce over the other replica axes.
         levels: reduce-scatters along one axis each, which replace the first one where gradients are quantized.
+        tree: with `Placement.exact`, the tree of additions over the ranks along `shard`, which are then all ranks with
+            other rows; `replica` gathers the result at the end of the step.
     """
 
     shard: Communicator | None
     split: Communicator | None
     replica: Communicator | None
     levels: tuple[Level, ...] = ()
+    tree: RankTree | None = None
+
+
+@dataclass(frozen=True)
+class RankTree:
+    """A sum over ranks whose bits do not depend on their number.
+
+    Attributes:
+        bases: those of the digits of a rank's number, along which the tree adds.
+        pieces: for each rank, the index of the piece of the buffer that it sums.
+    """
+
+    bases: tuple[int, ...]
+    pieces: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -87,6 +104,7 @@ class Reduction:
         return (
             shard is not None
             and self.format is None
+            and self.route.tree is None
             and transport("reduce_scatter", shard) == "direct"
             and self.layout.coarse
             and self.dtypes.function == summed == self.dtypes.shard
@@ -115,6 +133,8 @@ def routed(
     """The reduction of a buffer's gradient; with `divides`, to the layout of the shard's optimizer state."""
     layout = gather.layout
     fine = layout.state_layout if divides else layout
+    if layout.placement.exact:
+        return _exactly(fine, dtypes, format, mesh, communicator)
     first = fine if layout.size == 1 else layout  # unsharded parameters need a single scatter, over all state axes
     axes, replicas = first.placement.axes, fine.placement.replicas
     levels = _levels(axes, sizes(mesh), communicator) if format else ()
@@ -122,6 +142,33 @@ def routed(
     identity = repr((layout.stage, layout.entries, layout.padded, str(dtypes.sum), divides))
     route = Route(communicator(axes), split, replica, levels)
     return Reduction(first, route, dtypes, format, purpose_of(layout.stage, f"reduces {identity}"))
+
+
+def _exactly(
+    layout: Layout,
+    dtypes: Dtypes,
+    format: Format | None,
+    mesh: DeviceMesh,
+    communicator: Callable[[tuple[str, ...]], Communicator | None],
+) -> Reduction:
+    """The reduction of a buffer's gradient by a tree over all ranks with other rows.
+
+    Raises:
+        ValueError: the stage quantizes gradients.
+    """
+    if format is not None:
+        raise ValueError(
+            f"stage {layout.stage!r} has reduce_format, and parameters with with_exact: gradients that are quantized on "
+            f"the way have other bits on another number of ranks. Leave one of them out"
+        )
+    placement, ranks = layout.placement, layout.grid.ranks
+    data_axes = tuple(name for name in sizes(mesh) if name in placement.axes + placement.replicas)
+    replicas = layout.grid.size(placement.replicas)
+    pieces = [layout.index(r) * replicas + layout.grid.index(r, placement.replicas) for r in ranks]
+    tree = RankTree(split_bases(placement.exact, len(ranks))[0], tuple(pieces))
+    route = Route(communicator(data_axes), None, communicator(placement.replicas), (), tree)
+    identity = repr((layout.stage, layout.entries, layout.padded, str(dtypes.sum), "exactly"))
+    return Reduction(layout, route, dtypes, None, purpose_of(layout.stage, f"reduces {identity}"))
 
 
 def _levels(axes: tuple[str, ...], size_of: Any, communicator: Callable[..., Any]) -> tuple[Level, ...]:

@@ -280,8 +280,8 @@ class Schedule(Prefetch):
                 total = step.sum_of(variable, reduction, self.reductions)
                 if self not in step.schedules:  # of a step in a hook, which has no tape with these calls
                     step.add_schedule(self)
-            defer = step.defer if step and total else "nothing"
-            pending = self.reductions.start(reduction, gradients[k], total, defer)
+            defer, parts = (step.defer, step.parts) if step and total else ("nothing", None)
+            pending = self.reductions.start(reduction, gradients[k], total, defer, parts)
             pendings[k] = pending if total is None else None
             gradients[k] = []
         arrived = [None if pending is None else self.reductions.wait(pending) for pending in pendings]

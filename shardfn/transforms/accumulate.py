@@ -15,6 +15,7 @@ from shardfn.collectives.capturing import capturing
 from shardfn.compat import functorch
 from shardfn.tiers.streaming import in_place
 from shardfn.tracebacks import api_boundary
+from shardfn.transforms import exact
 from shardfn.transforms.autodiff import (
     Variables,
     detached,
@@ -53,7 +54,7 @@ def accumulate(
     f: Callable[..., Any],
     microbatches: Iterable[Any],
     *,
-    micro: int | Literal["auto"] | None = None,
+    micro: int | Literal["auto", "exact"] | None = None,
     has_aux: bool = False,
     defer: Defer = "replicas",
     accumulator_dtype: torch.dtype = torch.float32,
@@ -69,6 +70,12 @@ def accumulate(
     any rank runs out of memory, all ranks abort the attempt, and try again with twice as many, from the same random
     state. The number that fits is remembered by function and batch size, and logged.
 
+    With `micro="exact"`, for parameters of a strategy `with_exact(C)`, this rank's rows are its share of C parts, and the
+    result has the same bits on any mesh. `f` then gets one part, and returns the total and count of its rows, or the
+    total alone: it sums nothing over ranks, which is an error, as the result does. Torch's random numbers, and
+    `fold_in(seed, step, "data")`, depend on the part. `defer` and `accumulator_dtype` are not used: each sum has the
+    dtype in which gradients are sent.
+
     Args:
         f: `(params, batch) -> (total, count)` or `-> loss`, or `(params, *batch)` if a micro-batch is a tuple. The
             count is a number or a 0-d tensor without a gradient; sum both over ranks, by `psum`. With `"auto"` it may
@@ -76,7 +83,7 @@ def accumulate(
         microbatches: the micro-batches, as many on every rank; with `micro`, one batch: a pytree of tensors with the
             same number of rows in dim 0. Numbers of rows and lengths may differ between ranks.
         micro: the number of parts into which the batch is split, on every rank; they differ by one row at most, and the
-            last ones are empty on a rank with fewer rows. Or `"auto"`.
+            last ones are empty on a rank with fewer rows. Or `"auto"`, or `"exact"`, for equal parts on all ranks.
         has_aux: `f` returns `(loss, aux)` or `((total, count), aux)`; the new function returns `(loss, [aux, ...])` in
             place of the loss.
         defer: the reductions of flat shards' gradients that wait for the last micro-batch: `"replicas"`, the sum over
@@ -92,7 +99,8 @@ def accumulate(
         TypeError, ValueError: no micro-batches; a module in place of a function; no such `defer`; a batch that cannot
             be split in this way, or that ranks would split differently.
         torch.OutOfMemoryError: on every rank, if one of them runs out of memory with a single row.
-        RuntimeError: `"auto"` under a transform, or where something outside differentiates through it.
+        RuntimeError: `"auto"` or `"exact"` under a transform, or where something outside differentiates through it;
+            with `"exact"` in a compiled or captured step, or if a part asks for its position along a data axis.
 
     Example:
         >>> import torch
@@ -134,9 +142,22 @@ def accumulate(
             return (value, aux) if has_aux else value, gradient
         return _one_by_one(lambda values: losses(values, batches), params, has_aux, defer, accumulator_dtype, name)
 
+    def part_by_part(f: Any, batch: Any, params: Any, has_aux: bool, name: str) -> tuple[int, tuple[Any, Any]]:
+        def one(params: Any, part: Any) -> tuple[Tensor, Any, Any]:
+            with refusing_writes():
+                result = f(params, *part) if isinstance(part, tuple) else f(params, part)
+                return _total_and_count(result, has_aux, name)
+
+        described = [_called(f), f"has_aux={has_aux}"]
+        total, auxes, gradient, number = exact.part_by_part(one, batch, params, described, name)
+        return number, ((total, auxes) if has_aux else total, gradient)
+
     def accumulated(params: Any) -> tuple[Any, Any]:
         if micro is None:
             return summed(params, microbatches)
+        if micro == "exact":
+            accumulation.micro, result = part_by_part(f, microbatches, params, has_aux, name)
+            return result
         if micro == "auto" and capturing() is not None:
             raise RuntimeError(
                 f"accumulate({name}, micro='auto'): a captured step cannot try how many parts fit: pass the number of "

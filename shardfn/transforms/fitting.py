@@ -132,6 +132,27 @@ def fitted(run: Callable[[list[Any]], T], tree: Any, micro: Any, params: Any, de
     return value
 
 
+def agreed_batch(tree: Any, parts: int, described: Sequence[str], axis: Axis) -> Batch:
+    """A batch that is the same on all ranks but for its numbers, and whose rows are that many equal parts.
+
+    Raises:
+        TypeError, ValueError: on every rank, for an error on one of them, or a difference.
+    """
+    batch, error = None, None
+    try:
+        batch = batch_of(tree, parts)
+        if batch.rows % parts or not batch.rows:
+            raise ValueError(
+                f"accumulate: a batch that is added exactly must have equal parts, got {batch.rows} rows for {parts} parts "
+                f"on this rank. Pass a multiple of {parts} rows on every rank"
+            )
+    except (TypeError, ValueError) as raised:
+        error = raised  # raised below, once other ranks know
+    _largest_batch(batch, error, [*described, f"rows={batch and batch.rows}"], axis)
+    assert batch is not None, "it is there, or something is wrong with it"
+    return batch
+
+
 @at_once()
 def _largest_batch(
     batch: Batch | None, error: Exception | None, described: Sequence[str], axis: Axis

@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from shardfn.compat import autograd
 from shardfn.compat.replacing import replaced
 from shardfn.debugging import debugging
 from shardfn.mesh import comparisons
+from shardfn.mesh.exact import PartSums
 
 Defer = Literal["nothing", "replicas", "all"]
 
@@ -47,14 +49,34 @@ class GradientSum:
         accumulator: see `Step`; None once the step settles.
         out: the sum so far, `[piece]`, where the placement keeps gradients.
         whole: the unreduced local sum, `[padded]`, if all reduction is deferred.
+        by_call: in exact steps, a sum over parts for each call of the stage in one part's backward.
+        calls: calls so far in this part's backward.
     """
 
-    __slots__ = ("accumulator", "out", "reduction", "reductions", "whole")
+    __slots__ = ("accumulator", "by_call", "calls", "out", "reduction", "reductions", "whole")
 
     def __init__(self, reduction: Any, reductions: Collector, accumulator: torch.dtype | None) -> None:
         self.reduction, self.reductions, self.accumulator = reduction, reductions, accumulator
         self.out: Tensor | None = None
         self.whole: Tensor | None = None
+        self.by_call: list[PartSums] = []
+        self.calls = 0
+
+    def next_call(self, parts: Parts) -> PartSums:
+        """The sum over parts to which the gradient of the next call belongs."""
+        if self.calls == len(self.by_call):  # earlier parts have not made this call
+            self.by_call.append(PartSums(parts.bases))
+            for _ in range(parts.done):
+                self.by_call[-1].add(None)
+        self.calls += 1
+        return self.by_call[self.calls - 1]
+
+    def end_part(self, parts: Parts) -> None:
+        """Adds zeros for the calls that this part has not made."""
+        for total in self.by_call[self.calls :]:
+            total.add(None)
+        self.calls = 0
+        assert all(total.count == parts.done + 1 for total in self.by_call), "the gradients of each part have arrived"
 
     def add(self, out: Tensor) -> None:
         """Adds `out`, which nothing else refers to."""
@@ -87,6 +109,19 @@ def pushes() -> bool:
     return _pushing.on
 
 
+@dataclass
+class Parts:
+    """The parts of an exact step that this rank runs, one after another.
+
+    Attributes:
+        bases: those of the digits that number them, along which their sums are added.
+        done: how many have ended.
+    """
+
+    bases: tuple[int, ...]
+    done: int = 0
+
+
 class Step:
     """One evaluation of gradients with respect to `variables`; stages hand it the gradients of flat shards.
 
@@ -101,9 +136,11 @@ class Step:
         pushed: whether its gradients have tangents.
         unread: whether only these tangents are used, so that the gradients need not be computed.
         graph: whether its backward pass makes a graph, for derivatives of the gradients.
+        parts: the parts of an exact step; None if sums may depend on the number of ranks.
     """
 
     graph = False
+    parts: Parts | None = None
 
     def __init__(
         self,
@@ -188,6 +225,15 @@ class Step:
             schedule.reductions.drain()
             schedule.reductions.finish_step(self)
         return {key: total.out for key, total in self.sums.items() if total.out is not None}
+
+    def end_part(self) -> None:
+        """Waits for the gradients of a part of an exact step."""
+        assert self.parts is not None, "only an exact step has parts"
+        for schedule in self.schedules:
+            schedule.reductions.drain()
+        for total in self.sums.values():
+            total.end_part(self.parts)
+        self.parts.done += 1
 
     def sum_of(self, variable: Tensor, reduction: Any, reductions: Collector) -> GradientSum:
         """The `GradientSum` of a variable."""

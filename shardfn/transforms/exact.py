@@ -1,0 +1,162 @@
+"""Losses and gradients of a batch whose bits do not depend on the mesh: part by part, added by one tree."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from shardfn.check.callsites import paused
+from shardfn.collectives import functional
+from shardfn.collectives.capturing import capturing
+from shardfn.compat import dispatch, functorch, process_groups
+from shardfn.mesh.exact import order, split_bases, sum_of_pieces
+from shardfn.mesh.planned import planned
+from shardfn.mesh.scope import BatchPart, current_axes, in_part, scope_of
+from shardfn.shards.layout import Layout
+from shardfn.shards.random import mixed
+from shardfn.tiers.streaming import in_place
+from shardfn.transforms.autodiff import Variables, detached, follow, totals, unshared
+from shardfn.transforms.fitting import Batch, agreed_batch, program_ranks
+from shardfn.transforms.shortage import RandomNumbers
+from shardfn.transforms.step import Parts, Step
+
+OfPart = Callable[[Any, Any], tuple[Tensor, Any, Any]]
+
+
+def part_by_part(
+    f: OfPart, tree: Any, params: Any, described: Sequence[str], name: str
+) -> tuple[Tensor, list[Any], Any, int]:
+    """The loss of all parts of a batch, the auxes of this rank's, the gradient, and how many parts this rank has.
+
+    Args:
+        f: `(params, part) -> (total, aux, count or None)`, of the rows of one part.
+        tree: this rank's rows, a pytree.
+        params: flat shards of one number of exact parts, and leaves without a gradient.
+        described: other arguments that must be equal on all ranks, a line for each.
+        name: the function's name, for messages.
+    """
+    _refuse_transforms(name)
+    wrapped = Variables(params)
+    layout, axes = _common(wrapped, name)
+    exact, ranks = layout.placement.exact, layout.grid.size(axes)
+    count = exact // ranks
+    with paused():
+        seed = 0 if planned() else int(torch.randint(2**62, (), device="cpu"))
+    batch = agreed_batch(tree, count, [*described, f"numbers drawn from torch's state {seed}"], program_ranks(params))
+    first = _index(layout, axes) * count
+    variables = [value.detach().requires_grad_() for value in wrapped.values]
+    results: dict[int, tuple[Tensor, Any, Any]] = {}
+    with torch.enable_grad(), Step(variables) as step, paused(), _restored_random_numbers(variables):
+        step.parts = Parts(split_bases(exact, ranks)[1])
+        for number in order(exact, ranks):
+            part = BatchPart(axes, first + number, exact)
+            torch.manual_seed(mixed(seed, part.number))
+            results[number] = _one_part(f, wrapped.tree(variables), _rows(batch, number, count), part, step, variables)
+            step.end_part()
+        collected = step.finish()
+    follow(collected, variables, wrapped.layouts)
+    values, auxes, counts = zip(*(results[number] for number in range(count)), strict=True)
+    with scope_of(layout.grid, name) if current_axes() is None else contextlib.nullcontext():
+        total = _total(values, axes, exact)
+        rows = None if counts[0] is None else _total(_tensors(counts, values[0].device, name), axes, exact)
+        gradients = unshared(totals([None] * len(variables), collected, variables, wrapped.layouts))
+    if rows is not None:
+        in_place(gradients, lambda xs: _divide(xs, rows))
+        total = (total / rows).to(total.dtype)
+    return total, list(auxes), wrapped.gradient(gradients), count
+
+
+def _refuse_transforms(name: str) -> None:
+    if dispatch.in_graph() or capturing() is not None:
+        raise RuntimeError(
+            f'accumulate({name}, micro="exact"): exact sums are not supported in a compiled or captured step'
+        )
+    if functorch.inside_transform() or functorch.inside_forward_mode():
+        raise RuntimeError(
+            f'accumulate({name}, micro="exact"): exact sums are not supported under a transform of torch.func. For other '
+            f"derivatives, shard the parameters by a strategy without with_exact"
+        )
+
+
+def _common(wrapped: Variables, name: str) -> tuple[Layout, tuple[str, ...]]:
+    """A layout with the parts that all parameters have, and the axes along which ranks have different rows.
+
+    Raises:
+        ValueError: there are no parameters, or they differ in this, or are no flat shards.
+    """
+    layouts = [layout for layout in wrapped.layouts if layout is not None]
+    if not layouts or len(layouts) < len(wrapped.layouts) or not all(layout.placement.exact for layout in layouts):
+        raise ValueError(
+            f'accumulate({name}, micro="exact"): all parameters with a gradient must be flat shards of a strategy with '
+            f'exact parts: sf.shard(params, mesh, sf.full_shard("shard").with_exact(8))'
+        )
+    found = {
+        (layout.placement.exact, frozenset(layout.placement.axes + layout.placement.replicas)) for layout in layouts
+    }
+    if len(found) > 1 or len({layout.grid for layout in layouts}) > 1:
+        kinds = "; ".join(sorted(f"with_exact({n}) over {', '.join(sorted(names))}" for n, names in found))
+        raise ValueError(
+            f'accumulate({name}, micro="exact"): parameters must have the same parts and axes, got {kinds}'
+        )
+    ((_, names),) = found
+    return layouts[0], tuple(axis for axis, _ in layouts[0].grid.sizes if axis in names)
+
+
+def _index(layout: Layout, axes: tuple[str, ...]) -> int:
+    return layout.grid.index(process_groups.global_rank(), axes)
+
+
+@contextlib.contextmanager
+def _restored_random_numbers(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """A context after which torch draws the numbers that it would have drawn before."""
+    before = RandomNumbers(tensors)
+    try:
+        yield
+    finally:
+        before.restore()
+
+
+def _rows(batch: Batch, number: int, count: int) -> Any:
+    """The rows of one part, copied: kernels may round otherwise among other rows, or at another alignment."""
+    n = batch.rows // count
+    leaves = [x[number * n : (number + 1) * n].clone(memory_format=torch.contiguous_format) for x in batch.tensors]
+    return optree.tree_unflatten(batch.tree, leaves)
+
+
+def _one_part(
+    f: OfPart, params: Any, rows: Any, part: BatchPart, step: Step, variables: Sequence[Tensor]
+) -> tuple[Tensor, Any, Any]:
+    """The total, aux and count of one part; the step collects its gradient."""
+    with in_part(part):
+        value, aux, count = f(params, rows)
+        if value.requires_grad:
+            with step.differentiating([value]):
+                gradients = torch.autograd.grad(value, variables, allow_unused=True)
+            if any(g is not None for g in gradients):
+                raise RuntimeError(
+                    'accumulate(micro="exact"): the loss reads the numbers of a shard outside of a stage, and a rank has '
+                    "others on another mesh: read parameters in a function that shardfn.stage wraps"
+                )
+    return value.detach(), optree.tree_map(detached, aux), count
+
+
+def _tensors(counts: Sequence[Any], device: torch.device, name: str) -> list[Tensor]:
+    if any(count is None for count in counts):
+        raise ValueError(f"accumulate: {name} must return (total, count) for every part or for none")
+    return [torch.as_tensor(count, dtype=torch.float64, device=device) for count in counts]
+
+
+def _total(values: Sequence[Tensor], axes: tuple[str, ...], exact: int) -> Tensor:
+    """The sum of 0-d tensors of all parts, the same on every rank."""
+    return sum_of_pieces(functional.all_gather(torch.stack(list(values)), axes, to="invariant"), exact)
+
+
+def _divide(xs: list[Tensor], count: Tensor) -> None:
+    for x in xs:  # in float32 if its own dtype has 16 bits, in which a count may be infinite
+        dtype = x.dtype if x.dtype.itemsize > 2 else torch.float32
+        x.copy_(x.to(dtype) / count.to(x.device, dtype))
