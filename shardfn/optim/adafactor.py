@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -109,7 +111,7 @@ class _Factored:
 
     def updated(self, leaves: Units, state: Any, grads: list[Tensor | None], weights: _Powers) -> Any:
         local = {
-            segment.path: _sums(segment, grad.reshape(-1)[segment.start : segment.stop].to(wide(grad)).square())
+            segment.path: unit.by_piece(segment, functools.partial(_sums_in, segment, grad))
             for unit, grad in zip(leaves.each, grads, strict=True)
             if grad is not None
             for segment in unit.filled
@@ -242,6 +244,12 @@ def _counts(full_shape: tuple[int, ...], template: Tensor) -> Tensor:
     counts = torch.full_like(template, max(1, full_shape[-2]))
     counts[: math.prod(full_shape[:-1])] = max(1, full_shape[-1])
     return counts
+
+
+def _sums_in(segment: Segment, grad: Tensor, start: int, stop: int) -> Tensor:
+    """The sums of squares of elements `start` to `stop` of a unit's gradient."""
+    elements = replace(segment, first=segment.first + start - segment.start, start=start, stop=stop)
+    return _sums(elements, grad.reshape(-1)[start:stop].to(wide(grad)).square())
 
 
 def _sums(segment: Segment, squared: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shardfn.collectives import functional
 from shardfn.compat import functorch
+from shardfn.mesh.exact import sum_of_pieces
 from shardfn.mesh.scope import scope_of
 from shardfn.optim.differentiable import differentiable, refuse_overwriting, tied, times, varied
 from shardfn.optim.hyperparameters import check, kind
@@ -116,9 +117,9 @@ def _largest(leaves: Units) -> Tensor:
         grids.setdefault(unit.layout and unit.layout.grid, []).append(unit)
         if on_disk(unit.values):
             with in_memory(unit.values) as values:
-                tops |= _norms(_parts_of(unit, values), math.inf)
+                tops |= _norms(_segments_of(unit, values), math.inf)
         else:
-            parts |= _parts_of(unit, unit.values)
+            parts |= _segments_of(unit, unit.values)
     tops |= _norms(parts, math.inf)
     largest = []
     for grid, members in grids.items():
@@ -194,16 +195,20 @@ def dots(trees: Sequence[Units], other: Units) -> Tensor:
     products: dict[str, Tensor] = {}
     for i, y in enumerate(other.each):
         for seg in y.segments if y.trainable else ():
-            rows = []
-            for left in trees:
-                p, q = (unit.values.reshape(-1)[seg.start : seg.stop] for unit in (left.each[i], y))
-                dtype = torch.promote_types(torch.promote_types(p.dtype, q.dtype), wide(p))
-                p, q = p.to(dtype), q.to(dtype)
-                # On a CPU torch's products of vectors add one after another, which drifts in float32.
-                product = torch.vdot(p, q) if p.is_complex() else (p * q).sum()
-                complete = product.to(torch.promote_types(dtype, torch.complex64)) if numbers == 2 else product
-                rows.append(torch.view_as_real(complete) if numbers == 2 else product.reshape(1))
-            products[seg.path] = torch.cat(rows)
+
+            def product_of(start: int, stop: int, i: int = i, y: Unit = y) -> Tensor:
+                rows = []
+                for left in trees:
+                    p, q = (unit.values.reshape(-1)[start:stop] for unit in (left.each[i], y))
+                    dtype = torch.promote_types(torch.promote_types(p.dtype, q.dtype), wide(p))
+                    p, q = p.to(dtype), q.to(dtype)
+                    # On a CPU torch's products of vectors add one after another, which drifts in float32.
+                    product = torch.vdot(p, q) if p.is_complex() else (p * q).sum()
+                    complete = product.to(torch.promote_types(dtype, torch.complex64)) if numbers == 2 else product
+                    rows.append(torch.view_as_real(complete) if numbers == 2 else product.reshape(1))
+                return torch.cat(rows)
+
+            products[seg.path] = y.by_piece(seg, product_of)
     sums = list(totals(other, products, lambda shape: numbers * len(trees), sources).values())
     total = torch.stack(sums).sum(0) if sums else torch.zeros(numbers * len(trees), device="cpu")
     return torch.view_as_complex(total.view(-1, 2)) if numbers == 2 else total
@@ -397,8 +402,8 @@ def _changed(
 
 def squares(leaves: Units, order: float = 2.0) -> dict[str, Tensor]:
     """The sum of squares, or magnitudes, of each parameter over all ranks, by path: 0-d, float32 or wider."""
-    sums: dict[str, Tensor] = {}
-    parts: dict[str, Tensor] = {}
+    sums: dict[Any, Tensor] = {}
+    parts: dict[Any, Tensor] = {}
     for unit in leaves.each:
         if unit.trainable and on_disk(unit.values) and not differentiable(unit.values):
             # A tensor on disk is in memory only here, one at a time.
@@ -408,14 +413,26 @@ def squares(leaves: Units, order: float = 2.0) -> dict[str, Tensor]:
             parts |= _parts_of(unit, unit.values)
     sums |= _norms(parts, order)
     sources = [unit.values for unit in leaves.each if unit.trainable]
-    return {path: total[0] for path, total in totals(leaves, sums, lambda shape: 1, sources).items()}
+    local = {
+        s.path: unit.by_piece(s, lambda start, stop, path=s.path: sums[path, start])
+        for unit in leaves.each
+        for s in unit.segments
+        if (s.path, s.start) in sums
+    }
+    return {path: total[0] for path, total in totals(leaves, local, lambda shape: 1, sources).items()}
 
 
-def _parts_of(unit: Unit, values: Tensor) -> dict[str, Tensor]:
+def _segments_of(unit: Unit, values: Tensor) -> dict[Any, Tensor]:
     return {segment.path: values.reshape(-1)[segment.start : segment.stop] for segment in unit.segments}
 
 
-def _norms(parts: dict[str, Tensor], order: float = 2.0) -> dict[str, Tensor]:
+def _parts_of(unit: Unit, values: Tensor) -> dict[Any, Tensor]:
+    """Ranges of elements that are summed apart, by path and first element."""
+    flat = values.reshape(-1)
+    return {(s.path, start): flat[start:stop] for s in unit.segments for _, start, stop in unit.exact_ranges(s)}
+
+
+def _norms(parts: dict[Any, Tensor], order: float = 2.0) -> dict[Any, Tensor]:
     """The norm of each tensor, the squared one for order 2, `[1]`, in float32 or wider."""
     groups: dict[Any, list[str]] = {}
     # Of complex numbers torch computes no norm in another dtype.
@@ -449,7 +466,7 @@ def totals(
 
     Args:
         leaves: the parameters.
-        local: this rank's vectors, by path; a missing one counts as zeros.
+        local: this rank's vectors, by path, of `Unit.by_piece`; a missing one counts as zeros.
         length: length of the vector, from the parameter's whole shape.
         sources: the tensors from which vectors are made, on every rank; for derivatives.
     """
@@ -458,17 +475,20 @@ def totals(
     for unit in leaves.each:
         if unit.trainable:
             for axes, path, full_shape in spread(unit):
-                key = (unit.layout and unit.layout.grid, axes, wide(unit.values), home(unit))
-                groups.setdefault(key, {})[path] = length(full_shape)
-    for (grid, axes, dtype, device), lengths in groups.items():
+                key = (unit.layout and unit.layout.grid, axes, wide(unit.values), home(unit), unit.exact)
+                groups.setdefault(key, {})[path] = length(full_shape) * (unit.exact or 1)
+    for (grid, axes, dtype, device, exact), lengths in groups.items():
         place = next((local[path].device for path in lengths if path in local), device)
         zeros = torch.zeros(max(lengths.values()), dtype=dtype, device=place)
         rows = [local[path].to(dtype) if path in local else zeros[:n] for path, n in lengths.items()]
         total = tied(torch.cat(rows).to(device), sources)
         if axes:
             with scope_of(grid, "a tree"):
-                total = functional.psum(total, axes)
-        totals |= dict(zip(lengths, total.split(list(lengths.values())), strict=True))
+                total = functional.psum(total, axes)  # of exact sums one rank has a number, and all others zeros
+        vectors = total.split(list(lengths.values()))
+        if exact:  # the sum of negative zeros is positive on several ranks
+            vectors = tuple(sum_of_pieces(x.view(exact, -1), exact) + 0.0 for x in vectors)
+        totals |= dict(zip(lengths, vectors, strict=True))
     return totals
 
 

@@ -104,7 +104,8 @@ def _moved_and_back(
     if peers.group is None:  # nothing moves
         for index, block in enumerate(plan.blocks):
             for part in block.parts(peers.rank):
-                local(index, part, 1).copy_(fn(block, local(index, part, 0).to(template.dtype)))
+                # Contiguous, as where it has moved: products of views with gaps may round otherwise.
+                local(index, part, 1).copy_(fn(block, local(index, part, 0).to(template.dtype).contiguous()))
         return
     outgoing = [[local(n, part, 0).to(template.dtype) for n, part in parts] for parts in plan.sent]
     arrived = _exchanged(outgoing, plan.received, template, peers)

@@ -124,6 +124,29 @@ class Unit(NamedTuple):
         """The segments that have elements."""
         return [segment for segment in self.segments if segment.start < segment.stop]
 
+    @property
+    def exact(self) -> int:
+        """The number of pieces of its buffer over which sums are added by one tree; 0 if not; see `Placement.exact`."""
+        return 0 if self.layout is None else self.layout.placement.exact
+
+    def by_piece(self, segment: Segment, f: Callable[[int, int], Tensor]) -> Tensor:
+        """What `f(start, stop)` gives, `[n]`, for a segment; if sums are exact `[exact * n]`, for its part of each piece."""
+        if not self.exact or self.layout is None:
+            return f(segment.start, segment.stop)
+        found = {number: f(start, stop) for number, start, stop in self.exact_ranges(segment)}
+        zeros = torch.zeros_like(next(iter(found.values())))
+        return torch.cat([found.get(number, zeros) for number in range(self.exact)])
+
+    def exact_ranges(self, segment: Segment) -> list[tuple[int, int, int]]:
+        """A segment's ranges `(number, start, stop)` in pieces of the buffer; without exact sums the segment."""
+        if not self.exact or self.layout is None:
+            return [(0, segment.start, segment.stop)]
+        length = self.layout.padded // self.exact
+        begin = self.layout.index(process_groups.global_rank()) * self.layout.piece + self.start
+        first, last = (begin + segment.start) // length, (begin + max(segment.start, segment.stop - 1)) // length
+        bounds = ((n, n * length - begin, (n + 1) * length - begin) for n in range(first, last + 1))
+        return [(n, max(low, segment.start), min(high, segment.stop)) for n, low, high in bounds]
+
     def path(self, number: int) -> str:
         """Path of a parameter of its layout in the tree."""
         assert self.layout is not None, "a plain tensor has no layout"
