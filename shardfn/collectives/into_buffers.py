@@ -299,7 +299,7 @@ def scatter_by_tree(
     scratch: Callable[[int], Tensor],
     purpose: int = 0,
 ) -> Handle:
-    """Fills `out [n]` with the sum over ranks, by a tree of additions, of their piece of `flat [size * n]` for this rank.
+    """As `reduce_scatter`, by a tree of additions.
 
     `pieces[i]` is the index of the piece that rank `i` gets, and `over` are the bases of the digits of a rank's number,
     the most significant first, along which the tree adds. `flat` is overwritten.

@@ -1,9 +1,9 @@
 """One tree of additions over the parts of a batch, or the pieces of a buffer, which any number of ranks can share.
 
-The leaves `0 .. parts - 1` are numbers with digits of base 2, the first of which may have base 3. The tree adds along the
-first digit, then along the second, and so on. A rank has consecutive leaves: all that agree in the first digits, one for
-each factor of the number of ranks. So a sum over ranks comes first, of as many bytes as any reduce-scatter, and each rank
-goes on with the pieces that it holds.
+The leaves `0 .. parts - 1` are numbers with digits of base 2, the first of which may have base 3. The tree adds along
+the first digit, then along the second, and so on. A rank has consecutive leaves, which agree in their first digits, and
+the leaves of ranks differ in these alone. So a sum over ranks comes first, of as many bytes as any reduce-scatter, and
+each rank goes on with the piece that it got.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from shardfn.quoting import listed
 ALIGNMENT = 1024
 """Bytes of which the pieces of a buffer, and the places of parameters in it, are multiples.
 
-Kernels treat the end of a tensor otherwise than the rest, which is a multiple of their vectors' length. It is also that of
-two blocks of 256 numbers in 16 bits."""
+Kernels may round otherwise at the end of a tensor, where its length is no multiple of their vectors' length. Only
+the ends of parameters are such ends then, on any mesh."""
 
 
 def bases(parts: int) -> tuple[int, ...]:
@@ -117,8 +117,8 @@ def check_fits(exact: int, sizes: dict[str, int], axes: Sequence[str], stage: st
     if others:
         raise ValueError(
             f"stage {stage!r} has with_exact({exact}), but the mesh also has {listed(map(repr, others))}, along which "
-            f"ranks do not work on rows of their own: sums along other axes depend on their sizes. Leave with_exact out, "
-            f"or make a mesh of data axes alone"
+            f"ranks do not work on rows of their own: sums along other axes depend on their sizes. Leave with_exact "
+            f"out, or make a mesh of data axes alone"
         )
     ranks = math.prod(sizes[name] for name in axes)
     if ranks not in fitting_sizes(exact):

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from shardfn.compat import dynamo, process_groups, pytrees
+from shardfn.mesh import exact as exactness
 from shardfn.mesh.grid import Grid
 from shardfn.mesh.spec import P
 from shardfn.quant.packed import Packed, is_packed
 from shardfn.quoting import byte_count
-from shardfn.mesh import exact as exactness
 from shardfn.shards.placement import Placement, Tier
 from shardfn.tiers import copying
 from shardfn.tiers.tensors import on_disk

@@ -130,7 +130,7 @@ class Unit(NamedTuple):
         return 0 if self.layout is None else self.layout.placement.exact
 
     def by_piece(self, segment: Segment, f: Callable[[int, int], Tensor]) -> Tensor:
-        """What `f(start, stop)` gives, `[n]`, for a segment; if sums are exact `[exact * n]`, for its part of each piece."""
+        """The vector `f(start, stop)` of a segment; if sums are exact, one for its part of each piece of the buffer."""
         if not self.exact or self.layout is None:
             return f(segment.start, segment.stop)
         found = {number: f(start, stop) for number, start, stop in self.exact_ranges(segment)}

@@ -32,8 +32,8 @@ from shardfn.collectives.late_checks import check
 from shardfn.collectives.ledger import attributed_to
 from shardfn.compat import devices
 from shardfn.mesh import waiting
-from shardfn.quant.formats import Format
 from shardfn.mesh.exact import PartSums
+from shardfn.quant.formats import Format
 from shardfn.shards.layout import ALIGNMENT, Layout
 from shardfn.stages.buffers import Buffer, Pool
 from shardfn.stages.routes import RankTree, Reduction
@@ -420,9 +420,9 @@ class Reductions:
         """Starts to sum the gradients of one part of a batch on each rank, by the tree of all parts."""
         if total is None or parts is None:
             raise RuntimeError(
-                f"stage {reduction.layout.stage!r}: its parameters have with_exact({reduction.layout.placement.exact}), "
-                f'whose gradients come from accumulate(f, batch, micro="exact"). To differentiate otherwise, shard the '
-                f"parameters by a strategy without with_exact"
+                f"stage {reduction.layout.stage!r}: its parameters have with_exact, and their gradients come from "
+                f'accumulate(f, batch, micro="exact"). To differentiate otherwise, shard the parameters by a strategy '
+                f"without with_exact"
             )
         flat, source = self._flat(reduction, gradients)
         shard, dtype, pieces = reduction.route.shard, reduction.dtypes.sum, len(tree.pieces)

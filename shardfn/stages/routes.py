@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.collectives.into_buffers import Communicator, Purpose, purpose_of, transport
 from shardfn.mesh.axes import sizes
-from shardfn.quant.formats import Format
 from shardfn.mesh.exact import split_bases
+from shardfn.quant.formats import Format
 from shardfn.shards.layout import Layout
 from shardfn.shards.placement import Tier
 from shardfn.stages.gather_plan import Gather
@@ -158,8 +158,8 @@ def _exactly(
     """
     if format is not None:
         raise ValueError(
-            f"stage {layout.stage!r} has reduce_format, and parameters with with_exact: gradients that are quantized on "
-            f"the way have other bits on another number of ranks. Leave one of them out"
+            f"stage {layout.stage!r} has reduce_format, and parameters with with_exact: gradients that are quantized "
+            f"on the way have other bits on another number of ranks. Leave one of them out"
         )
     placement, ranks = layout.placement, layout.grid.ranks
     data_axes = tuple(name for name in sizes(mesh) if name in placement.axes + placement.replicas)

@@ -70,9 +70,9 @@ def accumulate(
     any rank runs out of memory, all ranks abort the attempt, and try again with twice as many, from the same random
     state. The number that fits is remembered by function and batch size, and logged.
 
-    With `micro="exact"`, for parameters of a strategy `with_exact(C)`, this rank's rows are its share of C parts, and the
-    result has the same bits on any mesh. `f` then gets one part, and returns the total and count of its rows, or the
-    total alone: it sums nothing over ranks, which is an error, as the result does. Torch's random numbers, and
+    With `micro="exact"`, for parameters of a strategy `with_exact(C)`, this rank's rows are its share of C parts, and
+    the result has the same bits on any mesh. `f` then gets one part, and returns the total and count of its rows, or
+    the total alone; to sum over ranks there is an error, as this function does it. Torch's random numbers, and
     `fold_in(seed, step, "data")`, depend on the part. `defer` and `accumulator_dtype` are not used: each sum has the
     dtype in which gradients are sent.
 
@@ -85,7 +85,7 @@ def accumulate(
         micro: the number of parts into which the batch is split, on every rank; they differ by one row at most, and the
             last ones are empty on a rank with fewer rows. Or `"auto"`, or `"exact"`, for equal parts on all ranks.
         has_aux: `f` returns `(loss, aux)` or `((total, count), aux)`; the new function returns `(loss, [aux, ...])` in
-            place of the loss.
+            place of the loss. With `"exact"` these are of the parts of all ranks, and have tensors and numbers alone.
         defer: the reductions of flat shards' gradients that wait for the last micro-batch: `"replicas"`, the sum over
             replicas; `"all"`, the reduce-scatter too, which takes memory for the full gradients of all stages;
             `"nothing"`.

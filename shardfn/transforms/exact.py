@@ -12,16 +12,18 @@ from torch import Tensor
 
 from shardfn.check.callsites import paused
 from shardfn.collectives import functional
+from shardfn.collectives.agree import agree
 from shardfn.collectives.capturing import capturing
 from shardfn.compat import dispatch, functorch, process_groups
 from shardfn.mesh.exact import order, split_bases, sum_of_pieces
+from shardfn.mesh.grid import Axis
 from shardfn.mesh.planned import planned
 from shardfn.mesh.scope import BatchPart, current_axes, in_part, scope_of
 from shardfn.shards.layout import Layout
 from shardfn.shards.random import mixed
 from shardfn.tiers.streaming import in_place
 from shardfn.transforms.autodiff import Variables, detached, follow, totals, unshared
-from shardfn.transforms.fitting import Batch, agreed_batch, program_ranks
+from shardfn.transforms.fitting import Batch, agreed_batch, program_ranks, written
 from shardfn.transforms.shortage import RandomNumbers
 from shardfn.transforms.step import Parts, Step
 
@@ -31,7 +33,7 @@ OfPart = Callable[[Any, Any], tuple[Tensor, Any, Any]]
 def part_by_part(
     f: OfPart, tree: Any, params: Any, described: Sequence[str], name: str
 ) -> tuple[Tensor, list[Any], Any, int]:
-    """The loss of all parts of a batch, the auxes of this rank's, the gradient, and how many parts this rank has.
+    """The loss of all parts of a batch, the aux of each, the gradient, and how many parts this rank has.
 
     Args:
         f: `(params, part) -> (total, aux, count or None)`, of the rows of one part.
@@ -64,11 +66,12 @@ def part_by_part(
     with scope_of(layout.grid, name) if current_axes() is None else contextlib.nullcontext():
         total = _total(values, axes, exact)
         rows = None if counts[0] is None else _total(_tensors(counts, values[0].device, name), axes, exact)
+        every = _of_all_parts(auxes, axes, program_ranks(params), name)
         gradients = unshared(totals([None] * len(variables), collected, variables, wrapped.layouts))
     if rows is not None:
         in_place(gradients, lambda xs: _divide(xs, rows))
         total = (total / rows).to(total.dtype)
-    return total, list(auxes), wrapped.gradient(gradients), count
+    return total, every, wrapped.gradient(gradients), count
 
 
 def _refuse_transforms(name: str) -> None:
@@ -78,8 +81,8 @@ def _refuse_transforms(name: str) -> None:
         )
     if functorch.inside_transform() or functorch.inside_forward_mode():
         raise RuntimeError(
-            f'accumulate({name}, micro="exact"): exact sums are not supported under a transform of torch.func. For other '
-            f"derivatives, shard the parameters by a strategy without with_exact"
+            f'accumulate({name}, micro="exact"): exact sums are not supported under a transform of torch.func. For '
+            f"other derivatives, shard the parameters by a strategy without with_exact"
         )
 
 
@@ -139,8 +142,8 @@ def _one_part(
                 gradients = torch.autograd.grad(value, variables, allow_unused=True)
             if any(g is not None for g in gradients):
                 raise RuntimeError(
-                    'accumulate(micro="exact"): the loss reads the numbers of a shard outside of a stage, and a rank has '
-                    "others on another mesh: read parameters in a function that shardfn.stage wraps"
+                    'accumulate(micro="exact"): the loss reads the numbers of a shard outside of a stage, and a '
+                    "rank has others on another mesh: read parameters in a function that shardfn.stage wraps"
                 )
     return value.detach(), optree.tree_map(detached, aux), count
 
@@ -154,6 +157,43 @@ def _tensors(counts: Sequence[Any], device: torch.device, name: str) -> list[Ten
 def _total(values: Sequence[Tensor], axes: tuple[str, ...], exact: int) -> Tensor:
     """The sum of 0-d tensors of all parts, the same on every rank."""
     return sum_of_pieces(functional.all_gather(torch.stack(list(values)), axes, to="invariant"), exact)
+
+
+def _of_all_parts(auxes: Sequence[Any], axes: tuple[str, ...], ranks: Axis, name: str) -> list[Any]:
+    """The aux of each part of all ranks, in order, from those of this rank.
+
+    Raises:
+        TypeError: a leaf is no tensor and no number.
+        ValueError: their structures, shapes or dtypes differ.
+    """
+    leaves, trees = zip(*map(optree.tree_flatten, auxes), strict=True)
+    if not any(leaves):
+        return list(auxes) * ranks.size
+    described = [f"aux{written(path)} {_kind(x)}" for aux in auxes for path, x in _with_paths(aux)]
+    agree([*described, f"{name} returns {trees[0]}"], ranks, "accumulate", subject=_AUX)
+    if len(set(trees)) > 1 or len(set(described)) * len(auxes) > len(described):
+        raise ValueError(
+            f'accumulate({name}, micro="exact"): the aux of each part must have the same shapes and dtypes'
+        )
+    columns = [torch.stack([torch.as_tensor(x) for x in column]) for column in zip(*leaves, strict=True)]
+    gathered = [functional.all_gather(column, axes, to="invariant").unbind() for column in columns]
+    return [optree.tree_unflatten(trees[0], row) for row in zip(*gathered, strict=True)]
+
+
+_AUX = "the auxes of parts", "Each part gives an aux of the same structure, shapes and dtypes, on every rank"
+
+
+def _with_paths(aux: Any) -> list[tuple[Any, Any]]:
+    paths, leaves, _ = optree.tree_flatten_with_path(aux)
+    return list(zip(paths, leaves, strict=True))
+
+
+def _kind(x: Any) -> str:
+    if not isinstance(x, (Tensor, int, float)):
+        raise TypeError(
+            f"accumulate: aux must have tensors and numbers alone with micro='exact', got {type(x).__name__}"
+        )
+    return f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
 
 
 def _divide(xs: list[Tensor], count: Tensor) -> None:

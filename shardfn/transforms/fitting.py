@@ -143,8 +143,8 @@ def agreed_batch(tree: Any, parts: int, described: Sequence[str], axis: Axis) ->
         batch = batch_of(tree, parts)
         if batch.rows % parts or not batch.rows:
             raise ValueError(
-                f"accumulate: a batch that is added exactly must have equal parts, got {batch.rows} rows for {parts} parts "
-                f"on this rank. Pass a multiple of {parts} rows on every rank"
+                f"accumulate: a batch that is added exactly must have equal parts, got {batch.rows} rows for {parts} "
+                f"parts on this rank. Pass a multiple of {parts} rows on every rank"
             )
     except (TypeError, ValueError) as raised:
         error = raised  # raised below, once other ranks know
