@@ -149,6 +149,7 @@ class Contents:
         packed: quantized parameters.
         keys: for each name the keys from the root of the tree.
         grids: the meshes.
+        exact: the number of parts of a batch that are added exactly; see `Placement.exact`.
     """
 
     tensors: dict[str, TensorType] = field(default_factory=dict)
@@ -161,6 +162,7 @@ class Contents:
     packed: dict[str, Packed] = field(default_factory=dict)
     keys: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     grids: list[Grid] = field(default_factory=list)
+    exact: int = 0
 
 
 def contents(state: Any, *, shared: bool) -> Contents:
@@ -305,6 +307,7 @@ def _add_flat(
     layout: Layout = node.layout
     first = 0 if is_flat(node) else node.start  # type: ignore[union-attr]
     result.grids.append(layout.grid)
+    result.exact = result.exact or layout.placement.exact
     if node.values is None:
         return
     names, values, rank = {}, node.values.detach(), process_groups.global_rank()
@@ -329,6 +332,7 @@ def _add_flat(
 def _add_blocks(result: Contents, tokens: tuple[Any, ...], node: Blocks, shared: bool, by_rank: bool) -> None:
     layout, rank = node.layout, process_groups.global_rank()
     result.grids.append(layout.grid)
+    result.exact = result.exact or layout.placement.exact
     keys = _keys(tokens, node)
     shapes = {number: blocks.whole_shape(layout, number) for number in keys}
     copies: dict[int, ReplicatedCopy | None] = {}

@@ -264,8 +264,25 @@ def older(root: Path, keep: int | None) -> list[Path]:
     return paths[:-keep] if keep else []
 
 
-def about(root: Path, ranks: int) -> dict[str, Any]:
-    """Facts about a new checkpoint in this folder: number, time, ranks, torch version."""
+def about(root: Path, ranks: int, exact: int = 0) -> dict[str, Any]:
+    """Facts about a new checkpoint in this folder: number, time, ranks, torch version; `setting`, if it is exact."""
     number = 1 + max(map(_number, manifests(root).values()), default=0)
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    return {"number": number, "made": created, "ranks": ranks, "torch": torch.__version__}
+    return {"number": number, "made": created, "ranks": ranks, "torch": torch.__version__} | setting(exact)
+
+
+def setting(exact: int) -> dict[str, Any]:
+    """All besides the program on which the bits of an exact run depend, under `"exact"`; nothing if it is not exact."""
+    if not exact:
+        return {}
+    return {
+        "exact": {
+            "parts": exact,
+            "torch": torch.__version__,
+            "processor": torch.backends.cpu.get_cpu_capability(),
+            "threads": torch.get_num_threads(),
+            "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
+            "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+            "products of float32": torch.get_float32_matmul_precision(),
+        }
+    }

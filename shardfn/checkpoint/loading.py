@@ -16,7 +16,7 @@ from torch import Tensor
 from shardfn.checkpoint import matching
 from shardfn.checkpoint.contents import Contents, LocalBox, contents, generators, rebuilt
 from shardfn.checkpoint.files import MODELS, FileReader, model_in
-from shardfn.checkpoint.folders import is_checkpoint, manifests, restored, source_of
+from shardfn.checkpoint.folders import is_checkpoint, manifests, restored, setting, source_of
 from shardfn.checkpoint.matching import Differences, LoadRequest, Rule, StoredName, by_rules
 from shardfn.checkpoint.missed_steps import StepCounts, step_counts, with_missed
 from shardfn.checkpoint.reading import BoxReader, CheckpointReader
@@ -144,6 +144,8 @@ def filled(
     _refuse_different(task, group.gathered((str(path), digests), task))
     if differences and group.rank == 0:
         _log.warning("%s, not strict: %s", task, differences)
+    if group.rank == 0 and (other := _other_setting(reader.source.about.get("exact"), flat_tree.exact)):
+        _log.warning("%s: the run goes on with other bits than it would have had: %s", task, other)
 
     def read() -> None:
         with torch.no_grad():
@@ -163,6 +165,18 @@ def filled(
     loaded = rebuilt(tree, {name: numbers[name] for name in flat_tree.numbers.keys() & names.keys()})
     loaded = with_missed(loaded, counts, numbers, names)
     return loaded if then is None else (loaded, then_result)
+
+
+def _other_setting(before: Any, exact: int) -> str:
+    """What changes the bits of an exact run that goes on here; empty if nothing does, or neither is exact."""
+    now = setting(exact).get("exact", {"parts": 0})
+    before = before if isinstance(before, dict) else {"parts": 0}
+    if now["parts"] == before["parts"] == 0:
+        return ""
+    if not now["parts"] or not before["parts"]:
+        was, is_now = (f"with_exact({one['parts']})" if one["parts"] else "not exact" for one in (before, now))
+        return f"it was {was}, and is {is_now}"
+    return "; ".join(f"{key} was {before.get(key)!r}, and is {x!r}" for key, x in now.items() if before.get(key) != x)
 
 
 def _as_there(flat_tree: Contents, reader: BoxReader, names: dict[str, StoredName]) -> set[str]:

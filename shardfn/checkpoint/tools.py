@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import re
 import sys
@@ -185,6 +186,35 @@ def diff(a: Path, b: Path, *, tolerance: float = 0.0, report: Report = silent) -
         if differ:
             result.values[name] = differ, math.prod(first.tensors[name].shape), largest
     return result
+
+
+def digest(path: Path, pattern: str | None = None, *, report: Report = silent) -> str:
+    """A hash of names, dtypes, shapes, numbers and all bits, the same for any ranks that wrote them.
+
+    Args:
+        path: of the checkpoint.
+        pattern: for the names; see `chosen`.
+        report: called with bytes done and bytes in all.
+
+    Returns:
+        16 hexadecimal digits. Entries of which each rank has its own are left out.
+
+    Raises:
+        CheckpointError: the checkpoint is missing or damaged, or no name matches.
+    """
+    source = source_of(path)
+    of_ranks = {f"{name}.rank{rank}" for name, size in source.by_rank.items() for rank in range(size)}
+    names = sorted({*chosen(source, pattern)} - of_ranks)
+    count = meter(report, sum(source.tensors[name].bytes for name in names if name in source.tensors))
+    reader, result = CheckpointReader(source), hashlib.sha256()
+    for name in names:
+        kind = source.tensors.get(name)
+        result.update(repr((name, str(kind) if kind else source.numbers[name])).encode())
+        for box in steps(full_box(kind.shape), BUFFER // kind.dtype.itemsize) if kind else ():
+            values = reader.read(name, box)
+            result.update(memoryview(as_bytes(values).numpy()))
+            count(values.nbytes)
+    return result.hexdigest()[:16]
 
 
 def _has_its_bytes(folder: Path) -> bool:

@@ -286,7 +286,7 @@ class Save:
         manifest = Manifest(
             tensors={name: kind for name, kind in flat_tree.tensors.items() if name not in alone},
             by_rank={name: self._copies(name) for name in sorted(alone)},
-            about=folders.about(self.path.parent, size),
+            about=folders.about(self.path.parent, size, flat_tree.exact),
         )
         for part in written:
             manifest.add(part)

@@ -1,4 +1,4 @@
-"""The command line: `shardfn checkpoint inspect | verify | consolidate | reshard | diff`, `translate`, `plan`."""
+"""The command line: `checkpoint inspect | verify | consolidate | reshard | diff | digest`, `translate`, `plan`."""
 
 from __future__ import annotations
 
@@ -132,6 +132,11 @@ def _checkpoint(parser: argparse.ArgumentParser) -> None:
     sub.add_argument("--tolerance", type=_tolerance, metavar="T", default=0.0, help=about)
     sub.add_argument("--json", action="store_true", help="print JSON")
 
+    about = "print a hash of all bits, which is the same for any number of ranks that wrote them"
+    sub = command("digest", _digest, about, "Entries of which each rank has its own are left out.")
+    sub.add_argument("path", type=local, metavar="PATH")
+    only(sub)
+
 
 def _inspect(args: argparse.Namespace) -> int:
     if not is_checkpoint(restored(args.path)):
@@ -238,6 +243,12 @@ def _diff(args: argparse.Namespace) -> int:
     ]
     print_table(["entry", "is", "A; B"], rows)
     return DIFFERENT
+
+
+def _digest(args: argparse.Namespace) -> int:
+    with _bar(f"digest {args.path}") as report:
+        print(tools.digest(args.path, args.entries, report=report))
+    return SAME
 
 
 def _translate(args: argparse.Namespace) -> int:

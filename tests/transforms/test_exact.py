@@ -7,6 +7,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import optree
@@ -18,10 +19,12 @@ from torch import Tensor, nn
 
 import shardfn as sf
 import shardfn.optim as so
-from shardfn import P, interop, lora, quant
+from shardfn import P, checkpoint, interop, lora, quant
+from shardfn.cli import main
 from shardfn.mesh import exact
 from shardfn.testing import World
 from shardfn.testing import world as started
+from tests.heard import heard
 from tests.models import DATA, STRATEGIES, data_mesh
 from tests.refusals import told
 
@@ -364,28 +367,30 @@ def test_the_stack_holds_few_partial_sums() -> None:
     assert total.sum.item() == 16
 
 
+STAGES = (
+    sf.stage(lambda p, t: F.embedding(t, p["e"])),
+    sf.stage(lambda p, x: torch.tanh(x @ p["w"] + p["b"]) @ p["v"]),
+    sf.stage(lambda p, x: x @ p["h"]),
+)
+
+
+def of_rows(p: Any, t: Tensor) -> tuple[Tensor, int]:
+    x = STAGES[0](p["embed"], t)
+    for each in p["blocks"]:
+        x = STAGES[1](each, x)
+    return STAGES[2](p["head"], x).square().sum(), len(t)
+
+
 def as_usual(strategy: str) -> list[float]:
     """How far value and gradient are from those of a run that is not exact, relatively."""
     mesh, results = data_mesh(dist.get_world_size()), []
-    for parts in (0, PARTS):
+    losses = {PARTS: of_rows, 0: lambda p, t: sf.psum(of_rows(p, t), DATA)}
+    for parts, loss in losses.items():
         params = sf.shard(net(), mesh, STRATEGIES[strategy].with_exact(parts))
-
-        def loss(p: Any, t: Tensor) -> Any:
-            x = stages[0](p["embed"], t)
-            for each in p["blocks"]:
-                x = stages[1](each, x)
-            total, count = stages[2](p["head"], x).square().sum(), len(t)
-            return (total, count) if parts else (sf.psum(total, DATA), sf.psum(count, DATA))
-
-        stages = (
-            sf.stage(lambda p, t: F.embedding(t, p["e"])),
-            sf.stage(lambda p, x: torch.tanh(x @ p["w"] + p["b"]) @ p["v"]),
-            sf.stage(lambda p, x: x @ p["h"]),
-        )
+        accumulated = functools.partial(sf.accumulate, loss, micro="exact" if parts else 2)
         step = sf.shard_map(
-            lambda p, t: sf.accumulate(loss, t, micro="exact" if parts else 2)(p),
-            mesh=mesh, in_specs=(..., P(DATA)), out_specs=(P(), ...),
-        )  # fmt: skip
+            lambda p, t, f=accumulated: f(t)(p), mesh=mesh, in_specs=(..., P(DATA)), out_specs=(P(), ...)
+        )
         value, grads = step(params, rows(1)[0])
         results.append([value, *optree.tree_leaves(sf.unshard(grads))])
     return [float((x - y).abs().max() / x.abs().max()) for x, y in zip(*results, strict=True)]
@@ -500,3 +505,60 @@ def test_other_types_of_parts_are_refused(parts: Any) -> None:
 def test_quantized_gradients_are_refused() -> None:
     with pytest.raises(ValueError, match="exact and reduce_format"):
         sf.Placement("data", reduce_format=quant.int8()).with_exact(4)
+
+
+# --- a run that goes on elsewhere ---
+
+
+def went_on(folder: str, last: int, strategy: str, parts: int = PARTS) -> list[str]:
+    """Trains from the newest checkpoint to a step, and saves; returns what was logged."""
+    mesh, loss = data_mesh(dist.get_world_size()), loss_with()
+    opt = so.chain(so.clip_by_global_norm(0.5), so.adamw(1e-2))
+    params = sf.shard(net(), mesh, STRATEGIES[strategy].with_exact(parts))
+    run = {"params": params, "state": opt.init(params), "step": 0}
+    with heard() as said:
+        if (path := checkpoint.latest(folder)) is not None:
+            run = checkpoint.load(path, run)
+
+    @sf.shard_map(mesh=mesh, in_specs=(..., ..., P(DATA)), out_specs=...)
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        if not parts:
+            return opt.step(params, optree.tree_map(torch.zeros_like, params), state)
+        _, grads = sf.accumulate(loss, batch, micro="exact")(params)
+        return opt.step(params, grads, state)
+
+    while run["step"] < last:
+        torch.manual_seed(run["step"])
+        run["params"], run["state"] = step(run["params"], run["state"], rows(run["step"]))
+        run["step"] += 1
+    checkpoint.save(f"{folder}/{run['step']}-{dist.get_world_size()}-{parts}", run)
+    return said
+
+
+@pytest.mark.central
+def test_a_run_that_goes_on_with_fewer_ranks_is_that_of_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for n, last, strategy in ((4, 2, "hybrid_shard"), (2, 4, "full_shard"), (1, 6, "ddp")):
+        started(n).with_deadline(120).run(went_on, str(tmp_path / "a"), last, strategy)
+    started(1).with_deadline(120).run(went_on, str(tmp_path / "b"), 6, "ddp")
+    started(4).with_deadline(120).run(went_on, str(tmp_path / "c"), 6, "zero1")
+    found = []
+    for path in ("a/6-1-8", "b/6-1-8", "c/6-4-8"):
+        assert main(["checkpoint", "digest", str(tmp_path / path)]) == 0
+        found.append(capsys.readouterr().out.strip())
+    assert len(found[0]) == 16
+    assert len(set(found)) == 1
+    assert main(["checkpoint", "digest", str(tmp_path / "a/4-2-8")]) == 0
+    assert capsys.readouterr().out.strip() != found[0]
+    assert main(["checkpoint", "diff", str(tmp_path / "a/6-1-8"), str(tmp_path / "c/6-4-8")]) == 0
+
+
+@pytest.mark.world(1, "processes")
+def test_another_setting_is_said_where_a_run_goes_on(world: World, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    assert world.run(went_on, folder, 1, "ddp") == [[]]
+    assert world.run(went_on, folder, 2, "ddp") == [[]]
+    (said,) = world.run(went_on, folder, 3, "ddp", 4)
+    assert "parts was 8, and is 4" in said[0]
+    (said,) = world.run(went_on, folder, 4, "ddp", 0)
+    assert "it was with_exact(4), and is not exact" in said[0]
+    assert world.run(went_on, folder, 5, "ddp", 0) == [[]]
