@@ -27,7 +27,7 @@ from shardfn.compat import process_groups
 from shardfn.debugging import debugging
 from shardfn.mesh import waiting
 from shardfn.mesh.axes import axis_of, device_of, per_mesh
-from shardfn.mesh.exact import added
+from shardfn.mesh.exact import add
 from shardfn.mesh.grid import Axis
 from shardfn.mesh.groups import connected, group_over
 from shardfn.mesh.lanes import lane
@@ -318,10 +318,7 @@ def scatter_by_tree(
         work = dist.all_to_all_single(received, ordered, group=comm.reductions, async_op=True)
         summands = list(received.view(n, -1).unbind())
 
-    def add() -> None:
-        out.copy_(added(summands, over))
-
-    return CombinedWorks([work], add)
+    return CombinedWorks([work], functools.partial(add, summands, over, out))
 
 
 def all_reduce(x: Tensor, comm: Communicator) -> Handle:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -51,15 +51,17 @@ def order(parts: int, ranks: int) -> list[int]:
     return leaves
 
 
-def added(values: Sequence[Tensor], over: Iterable[int]) -> Tensor:
-    """The sum of values by a tree whose digits have these bases; overwrites the first."""
+def add(values: Sequence[Tensor], over: Sequence[int], out: Tensor) -> None:
+    """Fills `out` with the sum of several values by a tree whose digits have these bases; overwrites the values."""
     values = list(values)
-    for base in over:
+    for base in over[:-1]:
         n = len(values) // base
         for k in range(1, base):
             torch._foreach_add_(values[:n], values[k * n : (k + 1) * n])
         values = values[:n]
-    return values[0]
+    torch.add(values[0], values[1], out=out)
+    for x in values[2:]:
+        out.add_(x)
 
 
 def sum_of_pieces(x: Tensor, exact: int) -> Tensor:

@@ -59,7 +59,7 @@ def part_by_part(
             part = BatchPart(axes, first + number, exact)
             torch.manual_seed(mixed(seed, part.number))
             results[number] = _one_part(f, wrapped.tree(variables), _rows(batch, number, count), part, step, variables)
-            step.end_part()
+        step.next_part()
         collected = step.finish()
     follow(collected, variables, wrapped.layouts)
     values, auxes, counts = zip(*(results[number] for number in range(count)), strict=True)
@@ -137,8 +137,10 @@ def _one_part(
     """The total, aux and count of one part; the step collects its gradient."""
     with in_part(part):
         value, aux, count = f(params, rows)
-        if value.requires_grad:
-            with step.differentiating([value]):
+        step.next_part()  # of the one before, whose gradients may have been on their way until now
+        with step.differentiating([value]):  # also where this rank's loss uses no parameter, as others' may
+            gradients: Sequence[Tensor | None] = ()
+            if value.requires_grad:
                 gradients = torch.autograd.grad(value, variables, allow_unused=True)
             if any(g is not None for g in gradients):
                 raise RuntimeError(

@@ -66,7 +66,7 @@ class GradientSum:
         """The sum over parts to which the gradient of the next call belongs."""
         if self.calls == len(self.by_call):  # earlier parts have not made this call
             self.by_call.append(PartSums(parts.bases))
-            for _ in range(parts.done):
+            for _ in range(parts.begun - 1):
                 self.by_call[-1].add(None)
         self.calls += 1
         return self.by_call[self.calls - 1]
@@ -76,7 +76,7 @@ class GradientSum:
         for total in self.by_call[self.calls :]:
             total.add(None)
         self.calls = 0
-        assert all(total.count == parts.done + 1 for total in self.by_call), "the gradients of each part have arrived"
+        assert all(total.count == parts.begun for total in self.by_call), "the gradients of each part have arrived"
 
     def add(self, out: Tensor) -> None:
         """Adds `out`, which nothing else refers to."""
@@ -115,11 +115,11 @@ class Parts:
 
     Attributes:
         bases: those of the digits that number them, along which their sums are added.
-        done: how many have ended.
+        begun: how many have begun their backward.
     """
 
     bases: tuple[int, ...]
-    done: int = 0
+    begun: int = 0
 
 
 class Step:
@@ -226,14 +226,15 @@ class Step:
             schedule.reductions.finish_step(self)
         return {key: total.out for key, total in self.sums.items() if total.out is not None}
 
-    def end_part(self) -> None:
-        """Waits for the gradients of a part of an exact step."""
+    def next_part(self) -> None:
+        """Waits for the gradients of the part before, if there is one, and begins the next part's backward."""
         assert self.parts is not None, "only an exact step has parts"
-        for schedule in self.schedules:
-            schedule.reductions.drain()
-        for total in self.sums.values():
-            total.end_part(self.parts)
-        self.parts.done += 1
+        if self.parts.begun:
+            for schedule in self.schedules:
+                schedule.reductions.drain()
+            for total in self.sums.values():
+                total.end_part(self.parts)
+        self.parts.begun += 1
 
     def sum_of(self, variable: Tensor, reduction: Any, reductions: Collector) -> GradientSum:
         """The `GradientSum` of a variable."""
