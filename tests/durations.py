@@ -4,8 +4,9 @@ pytest                        the tests named on the command line, or all
 pytest --tier=fast            make test-fast: quick tests, the quickest test of every file, and the tests of tier
                               "change" for the folders of shardfn with uncommitted edits
 pytest --tier=change          make test: of long tests, enough cases to have every value of every parameter, but not
-                              every pair; no slow cases, except the quickest one of a file that has only slow ones,
-                              and the first one of a test that is marked as central; of a test that is marked as
+                              every pair, and of those as many as fit in the test's budget, spread over its table;
+                              no slow cases, except the quickest one of a file that has only slow ones, and the
+                              first one of a test that is marked as central; of a test that is marked as
                               sampled(count), the first cases alone
 pytest --tier=deep            part of make test-deep: the cases that tier "change" leaves out
 pytest --record-durations     writes durations.json, after a run of all tests
@@ -24,7 +25,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = Path(__file__).with_name("durations.json")
 LONG = 0.5  # seconds for all cases of a test, above which not all run
-SLOW = 1.0  # seconds per case, above which it is in the deep tier
+BUDGET = 4.0  # seconds of each test in tier change
+SLOW = 0.7  # seconds per case, above which it is in the deep tier
 QUICK = 0.2  # seconds per case, up to which it is in the fast tier
 
 
@@ -121,7 +123,11 @@ def thinned(cases: list[pytest.Item], seconds: float) -> list[pytest.Item]:
     """The cases of one test that tier change has, if they are not slow."""
     if sampled := cases[0].get_closest_marker("sampled"):
         return cases[: sampled.args[0]]
-    return cover(cases) if seconds > LONG else cases
+    if seconds <= LONG:
+        return cases
+    chosen = cover(cases)
+    count = max(1, int(BUDGET * len(cases) / seconds))
+    return [chosen[i * len(chosen) // count] for i in range(count)] if count < len(chosen) else chosen
 
 
 def cover(cases: list[pytest.Item]) -> list[pytest.Item]:

@@ -121,7 +121,6 @@ def numbers_on(device: str, program: Program | None, scratch: str) -> list[Tenso
     return trained(device, program, scratch) if program else differentiated(device)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_device_has_the_cpus_numbers_no_race_and_one_order_of_collectives(tmp_path: Path, name: str) -> None:
     program, scratch = PROGRAMS.get(name), str(tmp_path)

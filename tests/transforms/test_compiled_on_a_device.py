@@ -56,7 +56,7 @@ def on_the_device(store: str, name: str) -> Any:
         return in_turn(name, around), noted
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.central
 @pytest.mark.parametrize("name", NAMES)
 def test_a_program_on_a_device_is_the_step_without_a_race_or_a_wait(tmp_path: Path, name: str) -> None:
     for numbers, noted in world(4, "alone").with_deadline(240).run(on_the_device, str(tmp_path / "store"), name):
