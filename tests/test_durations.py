@@ -87,7 +87,7 @@ def test_of_a_long_table_cases_from_all_of_it_fit_in_the_budget(tiers: dict[str,
 
 def test_a_recorded_run_says_what_each_test_took(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     record = pytester.path / "durations.json"
-    record.write_text("{}")
+    record.write_text('{"test_it.py::test_quick": [9.0, 1], "test_another.py::test_long": [9.0, 1]}')
     monkeypatch.setattr(durations, "RECORD", record)
     pytester.makepyfile(
         test_it="import time, pytest\n"
@@ -95,7 +95,9 @@ def test_a_recorded_run_says_what_each_test_took(pytester: pytest.Pytester, monk
         "def test_quick(): pass"
     )
     pytester.inline_run("-p", "tests.durations", "--record-durations")
-    ((name, (seconds, cases)),) = json.loads(record.read_text()).items()
+    found = json.loads(record.read_text())
+    assert found.pop("test_another.py::test_long") == [9.0, 1], "it did not run"
+    ((name, (seconds, cases)),) = found.items()
     assert (name, cases) == ("test_it.py::test_long", 2)
     assert 1.2 <= seconds < 10
 
