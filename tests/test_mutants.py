@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.mutants import CHANGES, MUTANTS, ROOT, Mutant, caught, differs
+from tests.mutants import CHANGES, MUTANTS, ROOT, caught, differs
 
 CHEAP = next(mutant for mutant in MUTANTS if mutant.name == "a swapped call passes")
 

@@ -27,6 +27,7 @@ from shardfn.collectives import into_buffers
 from shardfn.compat import attention, process_groups
 from shardfn.testing import World, simulated, world
 from tests.models import DATA, STRATEGIES
+from tests.selected import selected_values
 from tests.transforms.steps import block
 
 RANKS, WIDTH = 8, 16
@@ -378,8 +379,9 @@ def observed(names: list[str], backend: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def steady() -> dict[str, Any]:
-    return world(1, "alone").with_deadline(240).run(observed, list(cases()), "simulated")[0]
+def steady(request: pytest.FixtureRequest) -> dict[str, Any]:
+    names = [name for name in selected_values(request, "name") if name in cases()]
+    return world(1, "alone").with_deadline(240).run(observed, names, "simulated")[0]
 
 
 @pytest.mark.parametrize("name", cases())
