@@ -31,6 +31,9 @@ def test_sampled(d): pass
 @pytest.mark.parametrize("e", range(10))
 def test_table(e): pass
 
+@pytest.mark.parametrize("f, g", [(0, 0), (0, 1), (1, 0), (1, 1)])
+def test_rows(f, g): pass
+
 def test_new(): pass
 """
 RECORD = {
@@ -43,7 +46,8 @@ RECORD = {
 SPREAD = {f"test_one.py::test_table[{i}]" for i in (0, 1, 3, 5, 6, 8)}
 SAMPLE = {"test_one.py::test_sampled[0]", "test_one.py::test_sampled[1]"}
 # Those without a record, and the only one of its file.
-QUICK = {"test_one.py::test_new", "test_two.py::test_slow"} | SAMPLE
+ROWS = {f"test_one.py::test_rows[{i}-{j}]" for i in (0, 1) for j in (0, 1)}
+QUICK = {"test_one.py::test_new", "test_two.py::test_slow"} | SAMPLE | ROWS
 
 
 @pytest.fixture
@@ -52,7 +56,6 @@ def tiers(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> dict[st
     record = pytester.path / "durations.json"
     record.write_text(json.dumps(RECORD))
     monkeypatch.setattr(durations, "RECORD", record)
-    monkeypatch.setattr(durations, "LONG", 2.0)
     monkeypatch.setattr(durations, "SLOW", 2.0)
     monkeypatch.setattr(durations, "BUDGET", 9.0)
     pytester.makepyfile(test_one=TESTS, test_two="def test_slow(): pass")
@@ -66,7 +69,7 @@ def tiers(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> dict[st
 
 
 def test_every_test_is_run_by_make_test_or_by_make_test_deep(tiers: dict[str, set[str]]) -> None:
-    assert len(tiers[""]) == 12 + 5 + 5 + 10
+    assert len(tiers[""]) == 12 + 5 + 5 + 10 + 4
     assert tiers["change"] | tiers["deep"] == tiers[""]
     assert not tiers["change"] & tiers["deep"]
     assert tiers["fast"] <= tiers["change"]
