@@ -3,12 +3,13 @@
 pytest                        the tests named on the command line, or all
 pytest --tier=fast            make test-fast: quick tests, the quickest test of every file, and the tests of tier
                               "change" for the folders of shardfn with uncommitted edits
-pytest --tier=change          make test: of long tests, enough cases to have every value of every parameter, but not
-                              every pair; no slow cases, except the quickest one of a file that has only slow ones,
-                              and the first one of a test that is marked as central; of a test that is marked as
+pytest --tier=change          make test: enough cases of each test to have every row of each `parametrize`, but not
+                              every pair of rows, and of those as many as fit in the test's budget, spread over its
+                              table; no slow cases, except the quickest one of a file that has only slow ones, and the
+                              first one of a test that is marked as central; of a test that is marked as
                               sampled(count), the first cases alone
 pytest --tier=deep            part of make test-deep: the cases that tier "change" leaves out
-pytest --record-durations     writes durations.json, after a run of all tests
+pytest --record-durations     updates durations.json with the tests that ran
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ import subprocess
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+Row = tuple[tuple[str, int], ...]
+
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = Path(__file__).with_name("durations.json")
-LONG = 0.5  # seconds for all cases of a test, above which not all run
-SLOW = 1.0  # seconds per case, above which it is in the deep tier
+BUDGET = 4.0  # seconds of each test in tier change
+SLOW = 0.7  # seconds per case, above which it is in the deep tier
 QUICK = 0.2  # seconds per case, up to which it is in the fast tier
 
 
@@ -55,9 +59,13 @@ class Recorder:
         self.cases[test].add(report.nodeid)
 
     def pytest_sessionfinish(self) -> None:
-        """Writes the seconds and the number of cases of every test that takes a second or more."""
-        tests = {key: [round(s, 1), len(self.cases[key])] for key, s in sorted(self.seconds.items()) if s >= 1}
-        lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in tests.items())
+        """Writes the seconds and the number of cases of every test that ran and takes a second or more."""
+        tests = recorded()
+        for test, seconds in self.seconds.items():
+            _, known = tests.pop(test, (0.0, 0))
+            if seconds >= 1 or len(self.cases[test]) < known:  # of a test with a record, some cases may be quick
+                tests[test] = round(seconds, 1), len(self.cases[test])
+        lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in sorted(tests.items()))
         RECORD.write_text(f"{{\n{lines}\n}}\n")
 
 
@@ -121,16 +129,16 @@ def thinned(cases: list[pytest.Item], seconds: float) -> list[pytest.Item]:
     """The cases of one test that tier change has, if they are not slow."""
     if sampled := cases[0].get_closest_marker("sampled"):
         return cases[: sampled.args[0]]
-    return cover(cases) if seconds > LONG else cases
+    chosen = cover(cases)
+    count = max(1, int(BUDGET * len(cases) / seconds)) if seconds else len(chosen)
+    return [chosen[i * len(chosen) // count] for i in range(count)] if count < len(chosen) else chosen
 
 
 def cover(cases: list[pytest.Item]) -> list[pytest.Item]:
-    """Cases in which every value of every parameter occurs: chosen greedily, by most new values, then by rare ones."""
-    specs = {case: getattr(case, "callspec", None) for case in cases}
-    # The cases of a test share the objects of their values.
-    values = {case: frozenset((k, id(x)) for k, x in spec.params.items()) for case, spec in specs.items() if spec}
+    """Cases in which every row of every `parametrize` occurs: chosen greedily, by most new rows, then by rare ones."""
+    values = {case: rows(case) for case in cases if hasattr(case, "callspec")}
     missing = {value for pairs in values.values() for value in pairs}
-    times: Counter[tuple[str, int]] = Counter()
+    times: Counter[Row] = Counter()
     chosen = [case for case in cases if case not in values]
     while missing:
         case = max(values, key=lambda case: (len(values[case] & missing), -sum(times[value] for value in values[case])))
@@ -138,3 +146,15 @@ def cover(cases: list[pytest.Item]) -> list[pytest.Item]:
         missing -= values[case]
         times.update(values.pop(case))
     return chosen
+
+
+def rows(case: pytest.Item) -> frozenset[Row]:
+    """The names and the identities of a case's values; values that one decorator gives together are one row."""
+    left: dict[str, Any] = dict(case.callspec.params)  # type: ignore[attr-defined]
+    found: set[Row] = set()
+    for mark in case.iter_markers("parametrize"):
+        names = mark.args[0] if mark.args else mark.kwargs["argnames"]
+        names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+        # The cases of a test share the objects of their values.
+        found.add(tuple((name, id(left.pop(name))) for name in names if name in left))
+    return frozenset(found | {((name, id(value)),) for name, value in left.items()})

@@ -59,13 +59,10 @@ BITS = f"{COLLECTIVES}::test_a_sum_has_the_same_bits_on_all_ranks_and_narrow_num
 PIPELINES = "tests/parallel/test_pipeline.py"
 OPTIMIZERS = "tests/optim/test_optim.py"
 ACCUMULATE = "tests/transforms/test_accumulate.py"
-ON_A_DEVICE = "tests/transforms/test_compiled_on_a_device.py"
-STREAMS = f"{ON_A_DEVICE}::test_programs_on_two_streams_do_not_meet_in_gathered_parameters"
 
 TRANSFERS = "tests/tiers/test_transfers.py"
 RUN = "tests/run"
 FITTING = "tests/transforms/test_fitting.py"
-GRAPHS = "tests/transforms/test_graphed.py"
 COMPILED = "tests/transforms/test_compiled.py"
 AS_IT_IS = f"{COMPILED}::test_a_program_has_the_numbers_and_messages_of_the_step"
 WRONG = "tests/check/test_wrong.py::test_every_rank_hears_what_is_wrong_and_where_and_what_to_write"

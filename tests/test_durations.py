@@ -28,17 +28,26 @@ def test_central(c): pass
 @pytest.mark.parametrize("d", range(5))
 def test_sampled(d): pass
 
+@pytest.mark.parametrize("e", range(10))
+def test_table(e): pass
+
+@pytest.mark.parametrize("f, g", [(0, 0), (0, 1), (1, 0), (1, 1)])
+def test_rows(f, g): pass
+
 def test_new(): pass
 """
 RECORD = {
     "test_one.py::test_long": [24.0, 12],
     "test_one.py::test_slow": [90.0, 1],
     "test_one.py::test_central": [20.0, 2],
+    "test_one.py::test_table": [15.0, 10],
     "test_two.py::test_slow": [90.0, 1],
 }
+SPREAD = {f"test_one.py::test_table[{i}]" for i in (0, 1, 3, 5, 6, 8)}
 SAMPLE = {"test_one.py::test_sampled[0]", "test_one.py::test_sampled[1]"}
 # Those without a record, and the only one of its file.
-QUICK = {"test_one.py::test_new", "test_two.py::test_slow"} | SAMPLE
+ROWS = {f"test_one.py::test_rows[{i}-{j}]" for i in (0, 1) for j in (0, 1)}
+QUICK = {"test_one.py::test_new", "test_two.py::test_slow"} | SAMPLE | ROWS
 
 
 @pytest.fixture
@@ -47,8 +56,8 @@ def tiers(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> dict[st
     record = pytester.path / "durations.json"
     record.write_text(json.dumps(RECORD))
     monkeypatch.setattr(durations, "RECORD", record)
-    monkeypatch.setattr(durations, "LONG", 2.0)
     monkeypatch.setattr(durations, "SLOW", 2.0)
+    monkeypatch.setattr(durations, "BUDGET", 9.0)
     pytester.makepyfile(test_one=TESTS, test_two="def test_slow(): pass")
 
     def chosen(*options: str) -> set[str]:
@@ -60,7 +69,7 @@ def tiers(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> dict[st
 
 
 def test_every_test_is_run_by_make_test_or_by_make_test_deep(tiers: dict[str, set[str]]) -> None:
-    assert len(tiers[""]) == 12 + 5 + 5
+    assert len(tiers[""]) == 12 + 5 + 5 + 10 + 4
     assert tiers["change"] | tiers["deep"] == tiers[""]
     assert not tiers["change"] & tiers["deep"]
     assert tiers["fast"] <= tiers["change"]
@@ -71,13 +80,17 @@ def test_what_takes_long_is_thinned_and_what_is_new_runs(tiers: dict[str, set[st
     values = [nodeid.split("[")[1][:-1].split("-") for nodeid in kept]
     assert len(values) == 4
     assert sorted(len({*column}) for column in zip(*values, strict=True)) == [3, 4]
-    assert tiers["change"] - kept == QUICK | {"test_one.py::test_central[0]"}
+    assert tiers["change"] - kept == QUICK | SPREAD | {"test_one.py::test_central[0]"}
     assert tiers["fast"] == QUICK
+
+
+def test_of_a_long_table_cases_from_all_of_it_fit_in_the_budget(tiers: dict[str, set[str]]) -> None:
+    assert {nodeid for nodeid in tiers["change"] if "test_table" in nodeid} == SPREAD
 
 
 def test_a_recorded_run_says_what_each_test_took(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     record = pytester.path / "durations.json"
-    record.write_text("{}")
+    record.write_text('{"test_it.py::test_quick": [9.0, 1], "test_another.py::test_long": [9.0, 1]}')
     monkeypatch.setattr(durations, "RECORD", record)
     pytester.makepyfile(
         test_it="import time, pytest\n"
@@ -85,7 +98,9 @@ def test_a_recorded_run_says_what_each_test_took(pytester: pytest.Pytester, monk
         "def test_quick(): pass"
     )
     pytester.inline_run("-p", "tests.durations", "--record-durations")
-    ((name, (seconds, cases)),) = json.loads(record.read_text()).items()
+    found = json.loads(record.read_text())
+    assert found.pop("test_another.py::test_long") == [9.0, 1], "it did not run"
+    ((name, (seconds, cases)),) = found.items()
     assert (name, cases) == ("test_it.py::test_long", 2)
     assert 1.2 <= seconds < 10
 

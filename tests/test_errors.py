@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import importlib
 import pickle
 import sys
@@ -442,33 +441,6 @@ def net(**options: Any) -> tuple[Any, Any, Any, Any]:
     params = sf.init_sharded(makers, 0, mesh(a=1), sf.full_shard("a"))
     layer = sf.stage(lambda p, x: x @ p["w"], **options)
     return params, optree.tree_map(torch.ones_like, params), layer, sf.optim.adamw(0.1)
-
-
-def closes_over(what: str) -> Any:
-    """A stage that uses an activation of shape (4, 6), made from a scale, and the scale too."""
-    params, _, layer, _ = net()
-    scale = torch.ones((), requires_grad=True)
-
-    def loss(params: Any) -> Any:
-        activation = layer(params["body"], T) * scale
-        held = {"activation": [activation]}
-        uses: dict[str, Any] = {
-            "activation": lambda p, x: x @ p["w"] + activation,
-            "both": lambda p, x: x @ p["w"] * scale + activation,
-            "in a tree": lambda p, x: x @ p["w"] + held["activation"][0],
-            "in an object": functools.partial(lambda one, p, x: x @ p["w"] + one.value, Held(activation)),
-            "as it is": lambda p, x: activation,
-        }
-        return sf.stage(uses[what])(params["head"], T).sum()
-
-    return sf.value_and_grad(loss)(params)
-
-
-class Held:
-    """A value in an attribute."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
 
 
 def mixes(way: Any = lambda f, p: f(p), **options: Any) -> Any:

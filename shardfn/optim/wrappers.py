@@ -119,13 +119,14 @@ def by_numbers(name: str, make: Callable[[dict[str, Any]], Optimizer], numbers: 
             return first
         return split(name, first, lambda path, shape: set_of(path, shape) == sets[0], combined(sets[1:]))
 
-    def of(params: Any) -> Optimizer:
+    def optimizer_for(params: Any) -> Optimizer:
         trained = [unit for unit in units(params).each if unit.trainable]
         sets = dict.fromkeys(set_of(path, shape) for unit in trained for _, path, shape in spread(unit))
         return combined(tuple(sets)) if sets else make(numbers)
 
     return Optimizer(
-        lambda params: of(params).init(params), lambda params, grads, state: of(params).step(params, grads, state)
+        lambda params: optimizer_for(params).init(params),
+        lambda params, grads, state: optimizer_for(params).step(params, grads, state),
     )
 
 

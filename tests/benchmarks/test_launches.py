@@ -24,16 +24,18 @@ from benchmarks.launches import (
 )  # fmt: skip
 from benchmarks.model import perceptron as block
 from shardfn.testing import simulated, world
+from tests.selected import selected_values
 
 
-def of_a_billion() -> dict[str, Counts]:
+def of_a_billion(names: list[str]) -> dict[str, Counts]:
     with simulated() as device:
-        return {name: counts(device, step_of(name)) for name in OPTIMIZERS}
+        return {name: counts(device, step_of(name)) for name in names}
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Counts]:
-    return world(1, "alone").with_deadline(120).run(of_a_billion)[0]
+def found(request: pytest.FixtureRequest) -> dict[str, Counts]:
+    names = [name for name in selected_values(request, "name") if name in OPTIMIZERS]
+    return world(1, "alone").with_deadline(120).run(of_a_billion, names)[0]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

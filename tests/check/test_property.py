@@ -192,11 +192,11 @@ def judged(seeds: list[int]) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("first", range(0, 40, 20))
+@pytest.mark.parametrize("first", range(0, 40, 4))
 def test_what_is_called_the_same_is_the_same(first: int) -> None:
-    ranks = world(4, "threads").run(judged, list(range(first, first + 20)))
+    ranks = world(4, "threads").run(judged, list(range(first, first + 4)))
     same = 0
-    for program in range(20):
+    for program in range(4):
         for k in range(len(ranks[0][program])):
             for axis, pairs in (("a", [(0, 2), (1, 3)]), ("b", [(0, 1), (2, 3)])):
                 if any(axis in ranks[r][program][k][0] for r in range(4)):
@@ -205,4 +205,4 @@ def test_what_is_called_the_same_is_the_same(first: int) -> None:
                 for one, other in pairs:
                     x, y = ranks[one][program][k][1], ranks[other][program][k][1]
                     torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12, equal_nan=True)
-    assert same > 200  # the checker does not just call everything varying
+    assert same > 40  # the checker does not just call everything varying

@@ -42,6 +42,7 @@ from shardfn.shards import boxes
 from shardfn.shards.boxes import Box
 from shardfn.testing import World, WorldError, world
 from shardfn.testing.strategies import mesh_sizes, pytrees, shapes, tensor_of
+from tests import crash
 from tests.models import drawn, mesh_of, same, zeros
 from tests.optimizers import optimizers_named
 from tests.refusals import refused
@@ -855,3 +856,14 @@ def test_a_number_is_read_as_a_tensor_and_a_tensor_as_a_number(tmp_path: Path) -
     for wrong in ({"step": 0.0, "rate": 0.0}, {"step": True, "rate": 0.0}, {"step": 0, "rate": torch.zeros(1)}):
         with pytest.raises(checkpoint.CheckpointError, match=r"of another (shape|kind)"):
             checkpoint.load(tmp_path / "tensors", wrong)
+
+
+# --- kills at any moment; `python -m tests.crash` does more of them ---
+
+
+@pytest.mark.parametrize("meshes", [crash.MESHES[:1], crash.MESHES], ids=["one mesh", "any mesh"])
+def test_killed_runs_lose_nothing(meshes: list[dict[str, int]], tmp_path: Path) -> None:
+    tally, worst = crash.crash(kills=4, steps=10, seed=0, meshes=meshes, folder=tmp_path)
+    assert sum(tally.ends.values()) == 4
+    assert tally.steps >= 10
+    assert worst == 0 if len(meshes) == 1 else worst < 1e-12

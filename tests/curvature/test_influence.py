@@ -34,7 +34,6 @@ DATA = ("replica", "shard")
 DAMPING = 1e-2
 SIZES = [pytest.param(n, marks=pytest.mark.world(n, "processes")) for n in (1, 2, 4)]
 two = pytest.mark.world(2, "processes")
-Layer = Callable[[Any, Tensor], Tensor]
 
 
 def whole() -> Any:

@@ -23,9 +23,6 @@ from tests.interop import zoo
 from tests.interop.modules import Block, Net, backward, mapped, meshed, seeded
 from tests.refusals import told
 
-Refused = dict[str, tuple[Callable[[], Any], tuple[str, ...]]]
-
-
 # --- before a module is touched ---
 
 

@@ -161,7 +161,7 @@ def dtypes(n: int) -> dict[str, set[torch.dtype]]:
     return seen
 
 
-@pytest.mark.world(2, "threads")
+@pytest.mark.world(2)
 def test_casts_are_those_of_the_layer(world: World) -> None:
     for seen in world.run(dtypes, 2):
         assert seen == {

@@ -13,7 +13,6 @@ from torch import Tensor
 import shardfn as sf
 import shardfn.optim as so
 
-PURE = {"donate": False}
 X = torch.arange(1.0, 4.0, dtype=torch.float64)
 CHOSEN = ["a"]
 OPTIMIZERS: dict[str, Callable[..., so.Optimizer]] = {

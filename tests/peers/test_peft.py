@@ -71,7 +71,6 @@ CONFIGS: dict[str, Config] = {
     "biases of adapted layers": {"target_modules": ["q_proj"], "bias": "lora_only"},
     "all biases": {"target_modules": ["k_proj"], "bias": "all"},
 }  # fmt: skip
-RENAMED = {"use_dora": "dora", "use_rslora": "rslora", "exclude_modules": "exclude"}
 RANK, ALPHA = 2, 6
 
 

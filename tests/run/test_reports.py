@@ -306,10 +306,6 @@ class Saved:
             raise OSError("no room in the store")
 
 
-def range_from(start: int) -> range:
-    return range(start, 9)
-
-
 def saved_runs(folder: str) -> Any:
     mesh = sf.make_mesh(data=-1, device="cpu")
     report = Saved()

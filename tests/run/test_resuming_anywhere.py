@@ -1,9 +1,14 @@
-"""A run goes on from any step, on any number of ranks, as if it had never stopped."""
+"""A run goes on from any step, after kills, and without a host that was lost, as if it had never stopped."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
 import shutil
+import signal
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +18,12 @@ from torch import Tensor
 
 import shardfn as sf
 import shardfn.optim as so
+from benchmarks import elastic_rank
+from benchmarks.elastic import Job, Place
 from shardfn import P
 from shardfn.testing import World, world
+from tests.killed_runs import difference, kill
+from tests.launched import workers
 
 STEPS, MORE, ROWS = 30, 3, 52  # of which 8 a step: epochs end within batches
 DATA = ("replica", "shard")
@@ -86,3 +95,68 @@ def test_rows_and_losses_after_any_step_are_those_of_the_run_that_never_stopped(
             assert all(map(torch.equal, seen, rows[n : n + MORE]))
             want = torch.tensor(losses[n : n + MORE], dtype=torch.float64)
             assert ((torch.tensor(after, dtype=torch.float64) - want).abs() / want).max() < 1e-13
+
+
+# --- kills at any moment; `python -m tests.killed_runs` does more of them ---
+
+
+@pytest.mark.parametrize("sizes", [[1], [2], [4], [1, 2, 4]], ids=str)
+def test_killed_runs_go_on_as_if_nothing_had_happened(sizes: list[int], tmp_path: Path) -> None:
+    noise = 0.2 if len(sizes) == 1 else 0.0
+    begun = kill(3, sizes, seed=len(sizes) + sizes[0], folder=tmp_path, steps=10, noise=noise)
+    assert len(begun) == 4
+    far, same = difference(tmp_path, sizes[0], noise)
+    if len(sizes) == 1:
+        assert (far, same) == (0, True)
+    else:
+        assert far < 1e-12
+
+
+# --- a host is lost and returns; torchrun starts the processes ---
+
+
+@pytest.fixture
+def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Job]:
+    """On two hosts that are this machine, with so many ranks each."""
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        port = found.getsockname()[1]
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    first, second, shard = request.param
+    places = {"a": Place((), "localhost", first), "b": Place((), "localhost", second)}
+    folder = tmp_path / "job"
+    folder.mkdir()
+    made = Job(folder, places, ("--pace", "0.05", "--shard", str(shard)), variables, port)
+    yield made
+    for host in made.agents:
+        lost(made, host)
+
+
+def lost(job: Job, host: str) -> None:
+    """All processes of a host are killed, its agent before those that it would start again."""
+    agent = job.agents[host]
+    if agent.poll() is None:
+        for process in [agent.pid, *workers(agent.pid)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        agent.wait()
+
+
+@pytest.mark.parametrize("job", [(1, 1, 1)], indirect=True)
+def test_a_run_goes_on_without_a_host_and_with_it_again(job: Job, tmp_path: Path) -> None:
+    for host in job.places:
+        job.start(host)
+    job.trained(2, elastic_rank.EVERY + 2)
+    with job.event("killed", 1, 3):
+        lost(job, "b")
+    with job.event("returned", 2, 3):
+        job.start("b")
+    job.end()
+    assert [row["steps repeated"] >= 0 for row in job.rows] == [True, True]
+    rows = job.steps()
+    apart = tmp_path / "apart"
+    apart.mkdir()
+    world(2).with_deadline(200).run(elastic_rank.train, apart, rows[-1]["step"] + 1, 0.0, 1)
+    wanted = {row["step"]: row["loss"] for row in elastic_rank.rows_of(apart)}
+    for row in rows:
+        assert abs(row["loss"] / wanted[row["step"]] - 1) < 1e-12

@@ -19,7 +19,6 @@ import optree
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import shardfn as sf
 import shardfn.optim as so
@@ -28,6 +27,7 @@ from shardfn.collectives import into_buffers
 from shardfn.compat import attention, process_groups
 from shardfn.testing import World, simulated, world
 from tests.models import DATA, STRATEGIES
+from tests.selected import selected_values
 from tests.transforms.steps import block
 
 RANKS, WIDTH = 8, 16
@@ -379,8 +379,9 @@ def observed(names: list[str], backend: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def steady() -> dict[str, Any]:
-    return world(1, "alone").with_deadline(240).run(observed, list(cases()), "simulated")[0]
+def steady(request: pytest.FixtureRequest) -> dict[str, Any]:
+    names = [name for name in selected_values(request, "name") if name in cases()]
+    return world(1, "alone").with_deadline(240).run(observed, names, "simulated")[0]
 
 
 @pytest.mark.parametrize("name", cases())
@@ -590,24 +591,6 @@ def test_lamb_launches_as_much_for_many_parameters_as_for_few() -> None:
 
     few, many = (world(1, "alone").run(launched, make, n)[0] for n in (12, 24))
     assert few == many
-
-
-def engines(ranks: int) -> int:
-    """How many engines a step has whose stages autograd recomputes on a thread of its own."""
-    with simulated(ranks) as device:
-        mesh = sf.make_mesh(shard=ranks, device=device.name)
-        params = sf.shard([{"w": torch.ones(WIDTH, WIDTH)} for _ in range(3)], mesh, sf.full_shard("shard"))
-        staged = sf.stage(lambda p, x: torch.tanh(x @ p["w"]))
-
-        def loss(params: Any, x: Tensor) -> Tensor:
-            for p in sf.layers(params):
-                x = checkpoint(staged, p, x, use_reentrant=False)
-            return x.square().mean()
-
-        step = sf.shard_map(sf.value_and_grad(loss), mesh=mesh, in_specs=..., out_specs=...)
-        for _ in range(2):
-            step(params, torch.ones(4, WIDTH, device=device.name))
-        return len(mesh.__dict__["_shardfn"]["engine", ""])
 
 
 def on_gloo() -> list[Any]:

@@ -42,7 +42,8 @@ TIERS: list[dict[str, Any]] = [
     {"params": "host", "grads": "host", "state": "host"},
     {"params": "disk", "grads": "disk", "state": "disk"},
 ]
-PROGRAMS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+Program = tuple[str, str, str, dict[str, Any]]
+PROGRAMS: dict[str, Program] = {
     **{f"{s}, {k}": (s, k, "adamw", {}) for s, k in zip(STRATEGIES, itertools.cycle(STAGES), strict=False)},
     **{f"hybrid_shard, {o}": ("hybrid_shard", "kept", o, {}) for o in OPTIMIZERS},
     **{f"full_shard, {' '.join(t)} {max(t.values())}": ("full_shard", "kept", "adamw", t) for t in TIERS},
@@ -50,7 +51,7 @@ PROGRAMS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 NAMES = [*PROGRAMS, "collectives and a pipeline"]
 
 
-def trained(device: str, program: tuple[str, str, str, dict[str, Any]], scratch: str) -> list[Tensor]:
+def trained(device: str, program: Program, scratch: str) -> list[Tensor]:
     """The losses, and the parameters after some steps."""
     strategy, stage, optimizer, tiers = program
     draw = torch.Generator().manual_seed(0)
@@ -105,50 +106,29 @@ def differentiated(device: str) -> list[Tensor]:
     return [y.detach().cpu() for y in found]
 
 
-def on_the_device(
-    store: str, programs: list[tuple[str, str, str, dict[str, Any]]], scratch: str
-) -> tuple[int, list[Any]]:
-    """This rank; and of each program its numbers, races, and collectives by group."""
+def on_the_device(store: str, program: Program | None, scratch: str) -> tuple[int, list[Tensor], Any, dict[str, Any]]:
+    """This rank, the numbers of a program (None: `differentiated`), its races, and its collectives by group."""
     met = dist.FileStore(store, 4)  # type: ignore[attr-defined]
-    rank, found = met.add("ranks", 1) - 1, []
+    rank = met.add("ranks", 1) - 1
     with simulated(4, rank, store=met) as device:
-        for program in programs:
-            device.reset_counts()
-            device.collectives.clear()
-            numbers = trained(device.name, program, scratch)
-            found.append((numbers, device.races, dict(device.collectives)))
         device.reset_counts()
         device.collectives.clear()
-        numbers = differentiated(device.name)
-        found.append((numbers, device.races, dict(device.collectives)))
-    return rank, found
+        numbers = numbers_on(device.name, program, scratch)
+        return rank, numbers, device.races, dict(device.collectives)
 
 
-def on_the_cpu(programs: list[tuple[str, str, str, dict[str, Any]]], scratch: str) -> list[Any]:
-    return [*(trained("cpu", program, scratch) for program in programs), differentiated("cpu")]
-
-
-@pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder: Path = tmp_path_factory.mktemp("simulated")
-    programs = list(PROGRAMS.values())
-    got = world(4, "alone").with_deadline(240).run(on_the_device, str(folder / "store"), programs, str(folder))
-    got = [found for _, found in sorted(got, key=lambda pair: pair[0])]
-    want = world(4).with_deadline(120).run(on_the_cpu, programs, str(folder))
-    return {name: ([g[i] for g in got], [w[i] for w in want]) for i, name in enumerate(NAMES)}
+def numbers_on(device: str, program: Program | None, scratch: str) -> list[Tensor]:
+    return trained(device, program, scratch) if program else differentiated(device)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_device_gives_the_cpus_numbers_without_a_race(both: dict[str, Any], name: str) -> None:
-    got, want = both[name]
-    for (numbers, races, _), wanted in zip(got, want, strict=True):
+def test_the_device_has_the_cpus_numbers_no_race_and_one_order_of_collectives(tmp_path: Path, name: str) -> None:
+    program, scratch = PROGRAMS.get(name), str(tmp_path)
+    got = world(4, "alone").with_deadline(120).run(on_the_device, str(tmp_path / "store"), program, scratch)
+    want = world(4).with_deadline(120).run(numbers_on, "cpu", program, scratch)
+    for (_, numbers, races, _), wanted in zip(sorted(got, key=lambda found: found[0]), want, strict=True):
         assert races == []
         assert distance(numbers, wanted) < 1e-14
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_ranks_give_each_communicator_the_same_work_in_one_order(both: dict[str, Any], name: str) -> None:
-    got, _ = both[name]
     for group in {group for *_, collectives in got for group in collectives}:
         orders = [collectives[group] for *_, collectives in got if group in collectives]
         assert all(order == orders[0] for order in orders), group

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -290,35 +289,6 @@ def test_an_activation_may_be_looked_at(world: World, options: dict[str, Any]) -
     assert worst(world.run(looked_at, options)) < 1e-12
 
 
-# --- closures that change ---
-
-
-def unfrozen(how: str, options: dict[str, Any]) -> list[str]:
-    n = dist.get_world_size()
-    flat = sf.shard(squares(DEPTH), sf.make_mesh(shard=n, device="cpu"), sf.full_shard("shard"))
-    scale = {"s": torch.ones(D, dtype=torch.float64)}
-    staged = sf.stage(lambda p, x: plain(p, x) * scale["s"], **options)
-
-    def loss(blocks: Any) -> Tensor:
-        return net(staged, blocks, rows(dist.get_rank()))
-
-    found = []
-    for step in range(4):
-        if step == 2 and how == "unfrozen":
-            scale["s"].requires_grad_()
-        if step == 2 and how == "another tensor":
-            scale["s"] = torch.ones(D, dtype=torch.float64, requires_grad=True)
-        if step == 2 and how == "an activation":
-            scale["s"] = torch.ones(D, dtype=torch.float64, requires_grad=True) * 2
-        try:
-            sf.value_and_grad(loss)(flat)
-        except RuntimeError as error:
-            found.append(str(error))
-        else:
-            found.append("right")
-    return found
-
-
 # --- outputs that share memory ---
 
 
@@ -461,50 +431,7 @@ def test_outputs_that_share_memory_are_right_or_refuse_to_be_written(world: Worl
         assert not any("without_gradients" in name or name.startswith("same_twice") for name in refused), refused
 
 
-# --- what is hidden in arguments and results ---
-
-
-def appends(p: Any, x: Tensor, box: Any) -> Tensor:
-    y = torch.tanh(x @ p["w"])
-    box["kept"].append(y)
-    return y
-
-
-def replaces(p: Any, x: Tensor, box: Any) -> Tensor:
-    box["kept"][0] = torch.tanh(x @ p["w"])
-    return x + p["b"]
-
-
-def reads(p: Any, x: Tensor, box: Any) -> Tensor:
-    return torch.tanh(x @ p["w"]) * box["kept"][0]
-
-
-HIDING: dict[str, tuple[Any, str]] = {
-    "a generator": (lambda p, x, _: (y for y in [x @ p["w"]]), "returns a generator"),
-    "a function": (lambda p, x, _: lambda y=x @ p["w"]: y, "returns a function"),
-    "a partial": (lambda p, x, _: functools.partial(torch.matmul, other=p["w"]), "returns a partial"),
-    "a set": (lambda p, x, _: {x @ p["w"]}, "returns a set"),
-    "an array": (lambda p, x, _: p["w"].detach().numpy(), "returns a ndarray"),
-    "a list inside an object": (lambda p, x, _: argparse.Namespace(ys=[x @ p["w"]]), "returns a Namespace"),
-    "a longer list": (appends, "writes into a list or a dict"),
-    "an item": (replaces, "writes into a list or a dict"),
-    "nothing": (reads, "right"),
-    "a plain object": (lambda p, x, _: (x @ p["w"], argparse.Namespace(n=3), {1, 2}, len), "right"),
-}
-
-
-def hidden(options: dict[str, Any], needs: bool) -> dict[str, str]:
-    flat = sf.shard(squares(DEPTH), sf.make_mesh(shard=-1, device="cpu"), sf.full_shard("shard"))[0]
-    if needs:
-        flat = variables(flat)
-    found = {}
-    for name, (function, _) in HIDING.items():
-        try:
-            sf.stage(function, **options)(flat, rows(0), {"kept": [torch.ones(D, dtype=torch.float64)]})
-            found[name] = "right"
-        except (RuntimeError, TypeError) as error:
-            found[name] = str(error)
-    return found
+# --- generators, and gradients that are memory of parameters ---
 
 
 def drawing(how: str, options: dict[str, Any]) -> float:

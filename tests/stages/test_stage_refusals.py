@@ -64,9 +64,6 @@ def test_after_an_exception_the_next_step_is_clean_on_processes(world: World, wh
 
 # --- refusals ---
 
-W = torch.ones(WIDTH, 5, dtype=torch.float64)
-
-
 CONSTANTS: dict[str, Callable[[Any], Tensor]] = {
     "computed": lambda p: torch.arange(WIDTH).double() * 2,
     "detached": lambda p: optree.tree_leaves(p)[0].detach().new_ones(WIDTH) * 3,

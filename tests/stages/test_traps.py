@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
 
 import shardfn as sf
 from shardfn.check import recording
@@ -126,33 +125,7 @@ def sums_on_the_way(p: Any, x: Tensor, rank: int) -> Tensor:
     return (torch.tanh(x @ p["w"]) if rank == 0 else x + p["b"]) + 0 * count
 
 
-# --- what stages had to refuse while their memory was lent ---
-
-
-class KeepsOnContext(torch.autograd.Function):
-    """The weight is an attribute, not a saved tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.x, ctx.w = x, w
-        return x @ w
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return g @ ctx.w.T, ctx.x.T @ g
-
-
-def on_context(p: Any, x: Tensor, rank: int) -> Tensor:
-    return KeepsOnContext.apply(x, p["w"]) + p["b"]
-
-
-def checkpointed(p: Any, x: Tensor, rank: int) -> Tensor:
-    return checkpoint(lambda x: linear(p, x), x, use_reentrant=False)
-
-
-def on_the_host(p: Any, x: Tensor, rank: int) -> Tensor:
-    with torch.autograd.graph.save_on_cpu():
-        return linear(p, x)
+# --- functions that save, write and return in other ways ---
 
 
 def tuples_saved(p: Any, x: Tensor, rank: int) -> Tensor:
@@ -167,19 +140,8 @@ def in_place(p: Any, x: Tensor, rank: int) -> Tensor:
     return y.tanh_() * p["b"]
 
 
-def with_func(p: Any, x: Tensor, rank: int) -> Tensor:
-    y, pull = torch.func.vjp(lambda w: torch.tanh(x @ w), p["w"])[:2]
-    return y @ pull(y)[0] + p["b"]
-
-
 def mapped(p: Any, x: Tensor, rank: int) -> Tensor:
     return torch.func.vmap(lambda r: torch.tanh(r @ p["w"]) * p["b"])(x)
-
-
-def hooked(p: Any, x: Tensor, rank: int) -> Tensor:
-    y = x @ p["w"]
-    y.register_hook(lambda g: g * p["b"].detach())
-    return y
 
 
 def two_outputs_of_one_memory(p: Any, x: Tensor, rank: int) -> Tensor:
@@ -188,9 +150,8 @@ def two_outputs_of_one_memory(p: Any, x: Tensor, rank: int) -> Tensor:
 
 
 RIGHT: list[Layer] = [
-    linear, branch_by_rank, branch_without_parameters, handed_through, unused, func_on_one_rank, on_context,
-    checkpointed, on_the_host, tuples_saved, in_place, with_func, mapped, hooked, two_outputs_of_one_memory,
-    sums_on_the_way,
+    linear, branch_by_rank, branch_without_parameters, handed_through, unused, func_on_one_rank, tuples_saved, in_place,
+    mapped, two_outputs_of_one_memory, sums_on_the_way,
 ]  # fmt: skip
 OPTIONS: list[dict[str, Any]] = [
     {}, {"remat": True}, {"reshard": False}, {"reshard": "step"}, {"prefetch": 0}, {"prefetch": 3}
@@ -199,25 +160,17 @@ OPTIONS: list[dict[str, Any]] = [
 
 def gradients(layer: Layer, extra: int = 0) -> dict[str, float]:
     rank, plain = dist.get_rank(), tree(extra)
-    flat, found = sharded(plain), {}
-    if layer is hooked:
-        want = wanted(lambda p, x, k: _hooked_plainly(p, x), plain)
-    else:
-        want = wanted(layer, plain)
+    flat, want, found = sharded(plain), wanted(layer, plain), {}
     for options in OPTIONS:
         staged = sf.stage(lambda p, x: layer(p, x, rank), **options)
         loss = lambda ps, staged=staged: net(staged, ps, rows(rank))  # noqa: E731
         got = [sf.grad(loss)(flat) for _ in range(2)]
-        if layer in (linear, unused, on_context, in_place, with_func, mapped, hooked, checkpointed):  # as FSDP2 asks
+        if layer in (linear, unused, in_place, mapped):  # as FSDP2 asks
             leaves = variables(flat)
             loss(leaves).backward()
             got.append(optree.tree_map(lambda x: x.grad, leaves))
         found[str(options)] = worst(distance(sf.unshard(one), want) for one in got)
     return found
-
-
-def _hooked_plainly(p: Any, x: Tensor) -> Tensor:
-    return hooked(p, x, 0)
 
 
 @pytest.mark.parametrize("layer", [*RIGHT, experts], ids=lambda f: f.__name__)

@@ -411,16 +411,6 @@ def in_debug_mode() -> Any:
         return repeated(lambda w, x: 0)
 
 
-def seeded_on_the_device() -> Any:
-    def more(w: Tensor, x: Tensor) -> Any:
-        torch.cuda.manual_seed(1)
-        return torch.rand(()) * w.sum()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "get_device_module", lambda device: torch.cuda)
-        return repeated(more)
-
-
 def drawing_from_its_own() -> Any:
     own = torch.Generator().manual_seed(0)
     return repeated(lambda w, x: torch.rand(1, generator=own).sum())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import optree
@@ -41,32 +42,24 @@ def copied(tree: Any) -> Any:
     return optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tree)
 
 
-def on_the_device(store: str) -> dict[str, Any]:
-    """Of each program: what `in_turn` finds, and races and waits of the compiled calls."""
-    found: dict[str, Any] = {}
+def on_the_device(store: str, name: str) -> Any:
+    """Of a program: what `in_turn` finds, and races and waits of the compiled calls."""
+    noted: list[Any] = []
     with rank_of(store, 4) as device:
-        for name in NAMES:
-            noted: list[Any] = []
 
-            @contextlib.contextmanager
-            def around(i: int, noted: list[Any] = noted) -> Iterator[None]:
-                device.reset_counts()
-                yield
-                noted.append((device.races, device.synchronisations))
+        @contextlib.contextmanager
+        def around(i: int) -> Iterator[None]:
+            device.reset_counts()
+            yield
+            noted.append((device.races, device.synchronisations))
 
-            found[name] = in_turn(name, around), noted
-    return found
+        return in_turn(name, around), noted
 
 
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return world(4, "alone").with_deadline(400).run(on_the_device, str(tmp_path_factory.mktemp("compiled") / "store"))
-
-
+@pytest.mark.central
 @pytest.mark.parametrize("name", NAMES)
-def test_a_program_on_a_device_is_the_step_without_a_race_or_a_wait(four: list[Any], name: str) -> None:
-    for each in four:
-        numbers, noted = each[name]
+def test_a_program_on_a_device_is_the_step_without_a_race_or_a_wait(tmp_path: Path, name: str) -> None:
+    for numbers, noted in world(4, "alone").with_deadline(240).run(on_the_device, str(tmp_path / "store"), name):
         assert [off < 1e-12 for off, *_ in numbers] == [True] * STEPS
         assert [races for races, _ in noted] == [[]] * STEPS
         for i in range(3, STEPS):

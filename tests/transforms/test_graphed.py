@@ -356,10 +356,6 @@ def test_what_a_graph_cannot_do_is_an_error(heard: dict[str, str], name: str) ->
     assert len(heard[name]) < 1000
 
 
-def told_on_the_cpu() -> dict[str, str]:
-    return {name: told(run, "cpu") for name, (run, _) in REFUSED.items()}
-
-
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_program_shows_its_errors_on_the_cpu(name: str) -> None:
     found = world(1).with_deadline(100).run(told, REFUSED[name][0], "cpu")[0]
