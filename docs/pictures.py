@@ -23,6 +23,7 @@ strategies.png: the time and the memory of every strategy, from the table in ref
 spectrum.png: what `examples.spectrum` draws: the curvature of a language model's loss while it trains, in two minutes.
 influence.png: what `examples.influence` draws: scores of files for their own held-out stretches, in two minutes.
 optimizers.png: what `examples.optimizers` draws: the losses of several optimizers, by steps and by seconds, in ten.
+exact.png: the losses of `examples.train_lm` on one rank and on four, with exact parts and without.
 elastic.png: the steps of the run that `benchmarks.elastic` disturbs, and when it does so. It makes network namespaces,
 and takes a few minutes.
 """
@@ -887,11 +888,43 @@ def draw_optimizers(path: Path) -> None:
     optimizers.draw(found, path)
 
 
+def curve_of(parts: int, steps: int) -> list[float]:
+    """The losses of a run of `examples.train_lm`, on the ranks that there are."""
+    from examples import run, train_lm
+
+    text = torch.frombuffer(bytearray(Path(run.__file__).read_bytes()), dtype=torch.uint8)
+    mesh = sf.make_mesh(replica=1, shard=-1, device="cpu")
+    config = train_lm.Config(width=32, heads=2, layers=2, hidden=64, context=64, warmup=10)
+    trained = train_lm.train(config, mesh, (text, text), steps, 0, sf.full_shard("shard").with_exact(parts))
+    return run.curve(trained.run)
+
+
+def draw_exact(path: Path) -> None:
+    steps, curves = 80, dict[str, list[float]]()
+    for ranks in (1, 4):
+        with World(ranks, deadline=600) as world:
+            for kind, parts in {"exact": 8, "not exact": 0}.items():
+                curves[f"{ranks} rank{'s' if ranks > 1 else ''}, {kind}"] = world.run(curve_of, parts, steps)[0]
+    figure = Figure(figsize=(10, 3.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for name, style in {"1 rank, exact": "-", "4 ranks, exact": ":"}.items():
+        left.plot(range(1, steps + 1), curves[name], style, linewidth=1.5 if style == "-" else 4, label=name)
+    left.set(xlabel="step", ylabel="loss", title="two runs, one curve")
+    left.legend()
+    for kind in ("not exact", "exact"):
+        pairs = zip(curves[f"1 rank, {kind}"], curves[f"4 ranks, {kind}"], strict=True)
+        right.plot(range(1, steps + 1), [abs(a - b) for a, b in pairs], label=kind)
+    right.set(xlabel="step", title="difference of the losses on 1 and on 4 ranks")
+    right.legend()
+    figure.savefig(path, dpi=150)
+
+
 DRAWN = {
     "checker": draw_checker,
     "compiled": draw_compiled,
     "data": draw_data,
     "elastic": draw_elastic,
+    "exact": draw_exact,
     "fitting": draw_fitting,
     "influence": draw_influence,
     "loop": draw_loop,

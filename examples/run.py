@@ -264,8 +264,9 @@ def hybrid_arguments(description: str, axes: tuple[str, ...], out: str, steps: i
     parser = hybrid_options(description, axes, out, steps)
     parser.add_argument("--save-every", type=int, default=0, help="steps between checkpoints (default: none)")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint, if there is one")
+    parser.add_argument("--exact", type=int, default=0, metavar="PARTS", help="the same bits on up to PARTS ranks")
     args = parser.parse_args()
-    args.saves = {}
+    args.strategy, args.saves = args.strategy.with_exact(args.exact), {}
     if args.save_every or args.resume:
         every = args.save_every or args.steps
         args.saves = {"save": args.out / "checkpoints", "save_every": every, "keep_last": 2, "resume": args.resume}

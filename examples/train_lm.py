@@ -9,6 +9,7 @@ gathers change, but nothing else in this file does. At the end, one step's ledge
 
 With `--resume`, training continues from the newest checkpoint in `--out`, on any mesh. If its processes die, and
 `torchrun --max-restarts 3` starts them again, the run ends at the same loss. After a SIGTERM, it exits with status 75.
+With `--exact 8`, it has the same bits on 1, 2, 4 and 8 ranks, and if it goes on with fewer of them.
 """
 
 from __future__ import annotations
@@ -105,11 +106,17 @@ def model(params: Params, tokens: Tensor, config: Config) -> Tensor:
     return head(ordered[-1], x)
 
 
-def loss_fn(params: Params, tokens: Tensor, config: Config) -> Tensor:
-    """Mean cross-entropy, in nats, over all predicted tokens of all ranks. Tokens `[b, t + 1]`."""
+def total_and_count(params: Params, tokens: Tensor, config: Config) -> tuple[Tensor, int]:
+    """The sum of the cross-entropies of all predicted tokens, in nats, and their number. Tokens `[b, t + 1]`."""
     logits = model(params, tokens[:, :-1], config)
     total = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
-    return sf.psum(total, DATA) / sf.psum(tokens[:, 1:].numel(), DATA)
+    return total, tokens[:, 1:].numel()
+
+
+def loss_fn(params: Params, tokens: Tensor, config: Config) -> Tensor:
+    """Mean cross-entropy, in nats, over all predicted tokens of all ranks. Tokens `[b, t + 1]`."""
+    total, count = total_and_count(params, tokens, config)
+    return sf.psum(total, DATA) / sf.psum(count, DATA)
 
 
 def optimizer(config: Config, steps: int) -> so.Optimizer:
@@ -173,15 +180,22 @@ def train(
     report: Reports = (),
     **saves: Any,
 ) -> Trained:
-    """One seed gives the same losses, up to rounding, on any mesh, by any strategy, and after any interruptions."""
-    opt = optimizer(config, steps)
+    """One seed gives the same losses, up to rounding, on any mesh, by any strategy, and after any interruptions.
+
+    With a strategy that has exact parts, they and the parameters are the same bits.
+    """
+    opt, exact = optimizer(config, steps), isinstance(strategy, sf.Placement) and strategy.exact
     training, held_out = (
         sf.run.batches(stretches(text, config.context + 1), mesh, DATA, config.batch, seed) for text in data
     )
 
     @sf.shard_map(mesh=mesh, in_specs=(..., P(DATA)), out_specs=(..., P()))
     def step(state: Params, rows: Tensor) -> tuple[Params, dict[str, Tensor]]:
-        loss, grads = sf.value_and_grad(loss_fn)(state["model"], rows.long(), config)
+        if exact:
+            of_part = sf.accumulate(lambda p, part: total_and_count(p, part, config), rows.long(), micro="exact")
+            loss, grads = of_part(state["model"])
+        else:
+            loss, grads = sf.value_and_grad(loss_fn)(state["model"], rows.long(), config)
         params, remembered = opt.step(state["model"], grads, state["optimizer"])
         return {"model": params, "optimizer": remembered}, {"loss": loss, "bits/byte": loss / math.log(2)}
 

@@ -272,7 +272,7 @@ def about(root: Path, ranks: int, exact: int = 0) -> dict[str, Any]:
 
 
 def setting(exact: int) -> dict[str, Any]:
-    """All besides the program on which the bits of an exact run depend, under `"exact"`; nothing if it is not exact."""
+    """The facts apart from the program that decide the bits of an exact run, under `"exact"`; empty for others."""
     if not exact:
         return {}
     return {

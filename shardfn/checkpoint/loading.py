@@ -168,15 +168,16 @@ def filled(
 
 
 def _other_setting(before: Any, exact: int) -> str:
-    """What changes the bits of an exact run that goes on here; empty if nothing does, or neither is exact."""
-    now = setting(exact).get("exact", {"parts": 0})
+    """A description of the facts that change the bits of an exact run that resumes here; empty if none does."""
+    current = setting(exact).get("exact", {"parts": 0})
     before = before if isinstance(before, dict) else {"parts": 0}
-    if now["parts"] == before["parts"] == 0:
+    if current["parts"] == before["parts"] == 0:
         return ""
-    if not now["parts"] or not before["parts"]:
-        was, is_now = (f"with_exact({one['parts']})" if one["parts"] else "not exact" for one in (before, now))
+    if not current["parts"] or not before["parts"]:
+        was, is_now = (f"with_exact({x['parts']})" if x["parts"] else "not exact" for x in (before, current))
         return f"it was {was}, and is {is_now}"
-    return "; ".join(f"{key} was {before.get(key)!r}, and is {x!r}" for key, x in now.items() if before.get(key) != x)
+    changed = [(key, before.get(key), x) for key, x in current.items() if before.get(key) != x]
+    return "; ".join(f"{key} was {old!r}, and is {new!r}" for key, old, new in changed)
 
 
 def _as_there(flat_tree: Contents, reader: BoxReader, names: dict[str, StoredName]) -> set[str]:

@@ -1,4 +1,4 @@
-"""One tree of additions over the parts of a batch, or the pieces of a buffer, which any number of ranks can share.
+"""One tree of additions over parts of a batch or pieces of a buffer, which any number of ranks can share.
 
 The leaves `0 .. parts - 1` are numbers with digits of base 2, the first of which may have base 3. The tree adds along
 the first digit, then along the second, and so on. A rank has consecutive leaves, which agree in their first digits, and
@@ -67,8 +67,8 @@ def add(values: Sequence[Tensor], over: Sequence[int], out: Tensor) -> None:
 def sum_of_pieces(x: Tensor, exact: int) -> Tensor:
     """The sum over the first dimension `[exact, ...]`, by the tree; differentiable."""
     for base in bases(exact):
-        first, *others = x.unflatten(0, (base, -1)).unbind()
-        x = sum(others, first)
+        first, *rest = x.unflatten(0, (base, -1)).unbind()
+        x = sum(rest, first)
     return x[0]
 
 
@@ -115,12 +115,11 @@ def check_fits(exact: int, sizes: dict[str, int], axes: Sequence[str], stage: st
         axes: those along which ranks work on other rows.
         stage: name of the stage, for the message.
     """
-    others = [name for name, size in sizes.items() if size > 1 and name not in axes]
-    if others:
+    model_axes = [name for name, size in sizes.items() if size > 1 and name not in axes]
+    if model_axes:
         raise ValueError(
-            f"stage {stage!r} has with_exact({exact}), but the mesh also has {listed(map(repr, others))}, along which "
-            f"ranks do not work on rows of their own: sums along other axes depend on their sizes. Leave with_exact "
-            f"out, or make a mesh of data axes alone"
+            f"stage {stage!r}: with_exact({exact}) does not support the axis {listed(map(repr, model_axes))}, along "
+            f"which ranks share rows. Leave with_exact out, or make a mesh of data axes alone"
         )
     ranks = math.prod(sizes[name] for name in axes)
     if ranks not in fitting_sizes(exact):

@@ -114,9 +114,8 @@ def bound_axis(axis: AxisName, where: str) -> Axis:
         if where == "fold_in" and set(part.axes) == set(as_names(axis)):
             return Axis(part.count, part.number, _PART)
         raise RuntimeError(
-            f"{callers.api_name(where)}: axis {axis!r} means nothing in a part of a batch that is added exactly, "
-            f"which is a function of its own rows on any mesh. Return (total, count) of these rows, which accumulate "
-            f"adds over all parts, and divides once"
+            f"{callers.api_name(where)}: axis {axis!r} means nothing in an exact part of a batch, a function of its "
+            f"own rows. Return (total, count) of these rows; accumulate adds over all parts"
         )
     axes = axes_here()
     if axes is None:

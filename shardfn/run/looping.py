@@ -25,7 +25,7 @@ from shardfn.run.checkpoints import Origin, Saver, loaded
 from shardfn.run.folder import Keeping, Resume, chosen, compared, put_aside
 from shardfn.run.interrupts import Interrupts, ended, refuse
 from shardfn.run.nonfinite import explain, not_numbers, wrong_metrics
-from shardfn.run.randomness import grids, place, seed_all
+from shardfn.run.randomness import grids, is_exact, place, seed_all
 from shardfn.run.reports import Report, Reports
 from shardfn.run.stepping import UNCHANGED, Kinds, Stepping, Unchanged, kinds_of, same_rows_refused
 from shardfn.tracebacks import api_boundary
@@ -64,6 +64,7 @@ def loop(
     random numbers and its operations are deterministic (on CUDA: `torch.use_deterministic_algorithms(True)`). torch's
     default generators, `random` and numpy's are seeded before each step from `seed`, the step, and this rank's place
     among those that read different rows. On another number of ranks, rows are the same, but random numbers are not.
+    With a strategy `with_exact`, all ranks seed with the same, and `accumulate` seeds for each part of a batch.
 
     SIGTERM and SIGUSR1 stop the run: whichever rank got the signal, all stop after the same step, save, and return. A
     second signal ends the process at once, unless it comes within two seconds. A run also stops before `time_limit`,
@@ -134,7 +135,7 @@ def loop(
         team=group,
         asked=options,
         failing=Failing(group),
-        stepping=Stepping(step, batches, options.seed, where, options.steps, options.numbered),
+        stepping=Stepping(step, batches, options.seed, where, options.steps, options.numbered, is_exact(state)),
         exchange=WordExchange(group),
         reports=Reports(options.reports if group.rank == 0 else ()),
         figures=StepFigures(options.flops, options.peak_flops, group.size, places),

@@ -51,6 +51,11 @@ def place(batches: Any, state: Any) -> tuple[int, int]:
     return grid.index(rank, names), grid.size(names)
 
 
+def is_exact(state: Any) -> bool:
+    """Whether parameters in a tree have exact parts; then steps begin with the same seed on all ranks."""
+    return any(flat.layout.placement.exact for flat in flat_shards(state))
+
+
 @dataclass(frozen=True)
 class Generators:
     """States of the generators that `seed_all` seeds; for accelerators, only the current device's."""

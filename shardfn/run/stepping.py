@@ -31,6 +31,7 @@ class Stepping:
         place: of this rank, among those with different rows.
         steps: number of the last step.
         numbered: whether the function takes the step's number.
+        exact: whether a step draws numbers for parts of a batch, of which ranks have different ones; see `accumulate`.
     """
 
     function: Any
@@ -39,6 +40,7 @@ class Stepping:
     place: int
     steps: int
     numbered: bool = False
+    exact: bool = False
 
     def rows(self, start: int) -> IsolatedBatches:
         """Opens the batches from a step on, with random numbers that begin the same for every `start`.
@@ -77,7 +79,7 @@ class Stepping:
             raise ValueError(
                 f"sf.run.loop: the batches ended after {n} of {self.steps} steps: pass steps={n}, or batches that go on"
             ) from None
-        seed_all(self.seed, n, self.place)
+        seed_all(self.seed, n, 0 if self.exact else self.place)
         try:
             result = self.function(state, batch, n + 1) if self.numbered else self.function(state, batch)
         except StopIteration as error:

@@ -133,9 +133,9 @@ class Unit(NamedTuple):
         """The vector `f(start, stop)` of a segment; if sums are exact, one for its part of each piece of the buffer."""
         if not self.exact or self.layout is None:
             return f(segment.start, segment.stop)
-        found = {number: f(start, stop) for number, start, stop in self.exact_ranges(segment)}
-        zeros = torch.zeros_like(next(iter(found.values())))
-        return torch.cat([found.get(number, zeros) for number in range(self.exact)])
+        vectors = {number: f(start, stop) for number, start, stop in self.exact_ranges(segment)}
+        zeros = torch.zeros_like(next(iter(vectors.values())))
+        return torch.cat([vectors.get(number, zeros) for number in range(self.exact)])
 
     def exact_ranges(self, segment: Segment) -> list[tuple[int, int, int]]:
         """A segment's ranges `(number, start, stop)` in pieces of the buffer; without exact sums the segment."""

@@ -450,9 +450,9 @@ class Reductions:
         if replica is None:
             return out
         gathered = torch.empty(layout.piece, dtype=out.dtype, device=self.device)
-        own = gathered.view(replica.axis.size, -1)[replica.axis.index]
-        own.copy_(out)
-        bytes_of = (x.view(torch.uint8) for x in (gathered, own))
+        local = gathered.view(replica.axis.size, -1)[replica.axis.index]
+        local.copy_(out)
+        bytes_of = (x.view(torch.uint8) for x in (gathered, local))
         arrived(all_gather(next(bytes_of), replica, out.dtype, next(bytes_of)), "all_gather",
                 replica.gathers.group_name, reduction.purpose)  # fmt: skip
         return gathered

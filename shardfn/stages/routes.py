@@ -151,7 +151,7 @@ def _exactly(
     mesh: DeviceMesh,
     communicator: Callable[[tuple[str, ...]], Communicator | None],
 ) -> Reduction:
-    """The reduction of a buffer's gradient by a tree over all ranks with other rows.
+    """The reduction of a buffer's gradient by a tree over all ranks along the data axes.
 
     Raises:
         ValueError: the stage quantizes gradients.

@@ -143,13 +143,13 @@ def accumulate(
         return _one_by_one(lambda values: losses(values, batches), params, has_aux, defer, accumulator_dtype, name)
 
     def part_by_part(f: Any, batch: Any, params: Any, has_aux: bool, name: str) -> tuple[int, tuple[Any, Any]]:
-        def one(params: Any, part: Any) -> tuple[Tensor, Any, Any]:
+        def of_part(params: Any, part: Any) -> tuple[Tensor, Any, Any]:
             with refusing_writes():
                 result = f(params, *part) if isinstance(part, tuple) else f(params, part)
                 return _total_and_count(result, has_aux, name)
 
         described = [_called(f), f"has_aux={has_aux}"]
-        total, auxes, gradient, number = exact.part_by_part(one, batch, params, described, name)
+        total, auxes, gradient, number = exact.part_by_part(of_part, batch, params, described, name)
         return number, ((total, auxes) if has_aux else total, gradient)
 
     def accumulated(params: Any) -> tuple[Any, Any]:

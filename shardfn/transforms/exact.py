@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -57,19 +59,21 @@ def part_by_part(
         step.parts = Parts(split_bases(exact, ranks)[1])
         for number in order(exact, ranks):
             part = BatchPart(axes, first + number, exact)
-            torch.manual_seed(mixed(seed, part.number))
-            results[number] = _one_part(f, wrapped.tree(variables), _rows(batch, number, count), part, step, variables)
+            _seed(mixed(seed, part.number))
+            results[number] = _one_part(
+                f, wrapped.tree(variables), _rows_of_part(batch, number, count), part, step, variables
+            )
         step.next_part()
         collected = step.finish()
     follow(collected, variables, wrapped.layouts)
     values, auxes, counts = zip(*(results[number] for number in range(count)), strict=True)
     with scope_of(layout.grid, name) if current_axes() is None else contextlib.nullcontext():
-        total = _total(values, axes, exact)
-        rows = None if counts[0] is None else _total(_tensors(counts, values[0].device, name), axes, exact)
-        every = _of_all_parts(auxes, axes, program_ranks(params), name)
+        total = _sum_over_parts(values, axes, exact)
+        rows = None if counts[0] is None else _sum_over_parts(_tensors(counts, values[0].device, name), axes, exact)
+        every = _of_all_parts(auxes, axes, program_ranks(params), values[0].device, name)
         gradients = unshared(totals([None] * len(variables), collected, variables, wrapped.layouts))
     if rows is not None:
-        in_place(gradients, lambda xs: _divide(xs, rows))
+        in_place(gradients, lambda xs: _divided_by_rows(xs, rows))
         total = (total / rows).to(total.dtype)
     return total, every, wrapped.gradient(gradients), count
 
@@ -98,15 +102,13 @@ def _common(wrapped: Variables, name: str) -> tuple[Layout, tuple[str, ...]]:
             f'accumulate({name}, micro="exact"): all parameters with a gradient must be flat shards of a strategy with '
             f'exact parts: sf.shard(params, mesh, sf.full_shard("shard").with_exact(8))'
         )
-    found = {
+    kinds = {
         (layout.placement.exact, frozenset(layout.placement.axes + layout.placement.replicas)) for layout in layouts
     }
-    if len(found) > 1 or len({layout.grid for layout in layouts}) > 1:
-        kinds = "; ".join(sorted(f"with_exact({n}) over {', '.join(sorted(names))}" for n, names in found))
-        raise ValueError(
-            f'accumulate({name}, micro="exact"): parameters must have the same parts and axes, got {kinds}'
-        )
-    ((_, names),) = found
+    if len(kinds) > 1 or len({layout.grid for layout in layouts}) > 1:
+        text = "; ".join(sorted(f"with_exact({n}) over {', '.join(sorted(names))}" for n, names in kinds))
+        raise ValueError(f'accumulate({name}, micro="exact"): parameters must have the same parts and axes, got {text}')
+    ((_, names),) = kinds
     return layouts[0], tuple(axis for axis, _ in layouts[0].grid.sizes if axis in names)
 
 
@@ -116,16 +118,28 @@ def _index(layout: Layout, axes: tuple[str, ...]) -> int:
 
 @contextlib.contextmanager
 def _restored_random_numbers(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """A context after which torch draws the numbers that it would have drawn before."""
-    before = RandomNumbers(tensors)
+    """A context after which default generators draw the numbers that they would have drawn before."""
+    before, pythons = RandomNumbers(tensors), random.getstate()
+    numpys = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
     try:
         yield
     finally:
         before.restore()
+        random.setstate(pythons)
+        if numpys is not None:
+            sys.modules["numpy"].random.set_state(numpys)
 
 
-def _rows(batch: Batch, number: int, count: int) -> Any:
-    """The rows of one part, copied: kernels may round otherwise among other rows, or at another alignment."""
+def _seed(seed: int) -> None:
+    """Seeds the default generators of torch, Python and numpy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)  # it takes 32 bits
+
+
+def _rows_of_part(batch: Batch, number: int, count: int) -> Any:
+    """A copy of the rows of one part: kernels may round differently within a larger batch, or at another alignment."""
     n = batch.rows // count
     leaves = [x[number * n : (number + 1) * n].clone(memory_format=torch.contiguous_format) for x in batch.tensors]
     return optree.tree_unflatten(batch.tree, leaves)
@@ -156,12 +170,14 @@ def _tensors(counts: Sequence[Any], device: torch.device, name: str) -> list[Ten
     return [torch.as_tensor(count, dtype=torch.float64, device=device) for count in counts]
 
 
-def _total(values: Sequence[Tensor], axes: tuple[str, ...], exact: int) -> Tensor:
+def _sum_over_parts(values: Sequence[Tensor], axes: tuple[str, ...], exact: int) -> Tensor:
     """The sum of 0-d tensors of all parts, the same on every rank."""
     return sum_of_pieces(functional.all_gather(torch.stack(list(values)), axes, to="invariant"), exact)
 
 
-def _of_all_parts(auxes: Sequence[Any], axes: tuple[str, ...], ranks: Axis, name: str) -> list[Any]:
+def _of_all_parts(
+    auxes: Sequence[Any], axes: tuple[str, ...], ranks: Axis, device: torch.device, name: str
+) -> list[Any]:
     """The aux of each part of all ranks, in order, from those of this rank.
 
     Raises:
@@ -171,13 +187,13 @@ def _of_all_parts(auxes: Sequence[Any], axes: tuple[str, ...], ranks: Axis, name
     leaves, trees = zip(*map(optree.tree_flatten, auxes), strict=True)
     if not any(leaves):
         return list(auxes) * ranks.size
-    described = [f"aux{written(path)} {_kind(x)}" for aux in auxes for path, x in _with_paths(aux)]
+    described = [f"aux{written(path)} {_described(x)}" for aux in auxes for path, x in _with_paths(aux)]
     agree([*described, f"{name} returns {trees[0]}"], ranks, "accumulate", subject=_AUX)
     if len(set(trees)) > 1 or len(set(described)) * len(auxes) > len(described):
         raise ValueError(
             f'accumulate({name}, micro="exact"): the aux of each part must have the same shapes and dtypes'
         )
-    columns = [torch.stack([torch.as_tensor(x) for x in column]) for column in zip(*leaves, strict=True)]
+    columns = [torch.stack([torch.as_tensor(x, device=device) for x in column]) for column in zip(*leaves, strict=True)]
     gathered = [functional.all_gather(column, axes, to="invariant").unbind() for column in columns]
     return [optree.tree_unflatten(trees[0], row) for row in zip(*gathered, strict=True)]
 
@@ -190,7 +206,7 @@ def _with_paths(aux: Any) -> list[tuple[Any, Any]]:
     return list(zip(paths, leaves, strict=True))
 
 
-def _kind(x: Any) -> str:
+def _described(x: Any) -> str:
     if not isinstance(x, (Tensor, int, float)):
         raise TypeError(
             f"accumulate: aux must have tensors and numbers alone with micro='exact', got {type(x).__name__}"
@@ -198,7 +214,7 @@ def _kind(x: Any) -> str:
     return f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
 
 
-def _divide(xs: list[Tensor], count: Tensor) -> None:
+def _divided_by_rows(xs: list[Tensor], count: Tensor) -> None:
     for x in xs:  # in float32 if its own dtype has 16 bits, in which a count may be infinite
         dtype = x.dtype if x.dtype.itemsize > 2 else torch.float32
         x.copy_(x.to(dtype) / count.to(x.device, dtype))

@@ -39,7 +39,8 @@ def losses(sizes: dict[str, int], seed: int, strategy: str) -> list[float]:
 
 
 def placement(strategy: str) -> sf.Placement:
-    return sf.strategy(strategy, shard="shard", replica="replica")
+    name, _, parts = strategy.partition(", exact in ")
+    return sf.strategy(name, shard="shard", replica="replica").with_exact(int(parts or 0))
 
 
 def on(sizes: dict[str, int], seed: int = 0, strategy: str = "hybrid_shard") -> list[float]:
@@ -141,6 +142,20 @@ def test_an_interrupted_run_ends_where_it_would_have(tmp_path: Path) -> None:
     for start, found in world(2).run(interrupted, {"replica": 1, "shard": 2}, folder, 99, "zero1"):
         assert start == 4
         assert torch.allclose(torch.tensor(found).double(), torch.tensor(wanted[4:]).double(), rtol=1e-12, atol=0)
+
+
+@pytest.mark.central
+def test_with_exact_parts_the_curve_is_the_same_bits_wherever_it_goes_on(tmp_path: Path) -> None:
+    def trained(sizes: dict[str, int], folder: str, steps: int, strategy: str) -> Any:
+        ranks = sizes["replica"] * sizes["shard"]
+        return world(ranks).run(interrupted, sizes, str(tmp_path / folder), steps, f"{strategy}, exact in 4")
+
+    ((_, wanted),) = trained({"replica": 1, "shard": 1}, "alone", 99, "ddp")
+    assert trained({"replica": 2, "shard": 2}, "others", 3, "hybrid_shard") == [None] * 4
+    assert trained({"replica": 1, "shard": 1}, "others", 5, "ddp") == [None]
+    for start, found in trained({"replica": 1, "shard": 2}, "others", 99, "full_shard"):
+        assert start == 4
+        assert found[:-1] == wanted[4:-1]  # without that of held-out files, which ranks add as usual
 
 
 SMALL: dict[str, Any] = {"width": 16, "heads": 2, "layers": 2, "hidden": 24, "context": 32}
