@@ -144,7 +144,7 @@ def filled(
     _refuse_different(task, group.gathered((str(path), digests), task))
     if differences and group.rank == 0:
         _log.warning("%s, not strict: %s", task, differences)
-    if group.rank == 0 and (other := _other_setting(reader.source.about.get("exact"), flat_tree.exact)):
+    if group.rank == 0 and (other := _other_setting(_about(reader).get("exact"), flat_tree.exact)):
         _log.warning("%s: the run goes on with other bits than it would have had: %s", task, other)
 
     def read() -> None:
@@ -165,6 +165,12 @@ def filled(
     loaded = rebuilt(tree, {name: numbers[name] for name in flat_tree.numbers.keys() & names.keys()})
     loaded = with_missed(loaded, counts, numbers, names)
     return loaded if then is None else (loaded, then_result)
+
+
+def _about(reader: BoxReader) -> dict[str, Any]:
+    """The facts that a checkpoint has about itself; none in other files."""
+    about: dict[str, Any] = getattr(reader.source, "about", {})
+    return about
 
 
 def _other_setting(before: Any, exact: int) -> str:

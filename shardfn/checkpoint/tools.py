@@ -212,7 +212,7 @@ def digest(path: Path, pattern: str | None = None, *, report: Report = silent) -
         result.update(repr((name, str(kind) if kind else source.numbers[name])).encode())
         for box in steps(full_box(kind.shape), BUFFER // kind.dtype.itemsize) if kind else ():
             values = reader.read(name, box)
-            result.update(memoryview(as_bytes(values).numpy()))
+            result.update(as_bytes(values).numpy().data)
             count(values.nbytes)
     return result.hexdigest()[:16]
 

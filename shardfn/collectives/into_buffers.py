@@ -313,10 +313,10 @@ def scatter_by_tree(
         summands = [*received[:index], outgoing[index], *received[index:]]
         work = exchanged([[x] for x in summands], [[x] for x in outgoing], comm, purpose=purpose)
     else:
-        received = scratch(flat.numel())
+        every = scratch(flat.numel())
         ordered = flat if list(pieces) == sorted(pieces) else torch.cat(outgoing)
-        work = dist.all_to_all_single(received, ordered, group=comm.reductions, async_op=True)
-        summands = list(received.view(n, -1).unbind())
+        work = dist.all_to_all_single(every, ordered, group=comm.reductions, async_op=True)
+        summands = list(every.view(n, -1).unbind())
 
     return CombinedWorks([work], functools.partial(add, summands, over, out))
 

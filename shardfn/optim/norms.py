@@ -413,8 +413,12 @@ def squares(leaves: Units, order: float = 2.0) -> dict[str, Tensor]:
             parts |= _parts_of(unit, unit.values)
     sums |= _norms(parts, order)
     sources = [unit.values for unit in leaves.each if unit.trainable]
+
+    def sum_of(path: str, start: int, stop: int) -> Tensor:
+        return sums[path, start]
+
     local = {
-        s.path: unit.by_piece(s, lambda start, stop, path=s.path: sums[path, start])
+        s.path: unit.by_piece(s, functools.partial(sum_of, s.path))
         for unit in leaves.each
         for s in unit.segments
         if (s.path, s.start) in sums
