@@ -1,6 +1,7 @@
 """Maps tensors between the files of `transformers` and the parameters of a module.
 
-All private parts of `transformers` that this package uses are used here: the rules by which its `from_pretrained` and
+All private parts of `transformers` that this package uses are used here, except those of attention
+(`context_parallel`): the rules by which its `from_pretrained` and
 `save_pretrained`, and also `peft`, rename tensors, join several into one, and split one.
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -47,8 +48,9 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, mask: parallel.Mask, options: dict[str, Any]) -> Tensor:
+def dense(inputs: Sequence[Tensor], mask: parallel.Mask, options: dict[str, Any]) -> Tensor:
     """Attention by the definition, with a mask `[b, s, s]`; queries that see no key get zeros."""
+    q, k, v, sinks = inputs
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.mT * options.get("scale", q.shape[-1] ** -0.5)
     if "softcap" in options:
@@ -105,7 +107,7 @@ def differences(way: str, tile: int) -> dict[Any, float]:
                     return local(*xs).square().sum()
 
                 def wanted(*xs: Tensor, mask: Any = mask, options: Any = options) -> Tensor:
-                    return dense(*xs, mask, options).square().sum()
+                    return dense(xs, mask, options).square().sum()
 
                 def run(whole: Any, tangent: Any, local: Any = local, loss: Any = loss) -> Any:
                     own = parallel.positions(LENGTH, "context", balanced=balanced)
@@ -125,7 +127,7 @@ def differences(way: str, tile: int) -> dict[Any, float]:
                 )
                 exact = torch.func.grad(wanted, every)
                 for part, got, want in (
-                    ("value", (y,), (dense(*whole, mask, options),)),
+                    ("value", (y,), (dense(whole, mask, options),)),
                     ("gradient", grads, exact(*whole)),
                     ("product", product, torch.func.jvp(exact, whole, tangent)[1]),
                 ):
