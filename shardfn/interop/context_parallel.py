@@ -11,19 +11,21 @@ import contextvars
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from shardfn.collectives.functional import axis_size
+from shardfn.compat import dispatch
 from shardfn.interop.conversions import of_transformers
 from shardfn.interop.placeholder import Slot, placed
 from shardfn.interop.pytrees import Forms
 from shardfn.mesh.grid import AxisName
 from shardfn.mesh.scope import current_mesh
-from shardfn.parallel.attention import Mask, positions, ring_attention, seen_keys, ulysses_attention
+from shardfn.parallel.attention import Mask, positions, ring_attention, ulysses_attention
 from shardfn.quoting import listed
 
 Way = Literal["ring", "ulysses"]
@@ -308,20 +310,18 @@ def _described(
     """
     where = type(config).__name__.removesuffix("Config")
     parts = list(_parts(mask_function, where))
-    causal = any(kind == "causal" for kind, _ in parts)
-    windows = [value for kind, value in parts if kind == "window"]
-    documents = next((value for kind, value in parts if kind == "documents"), None)
-    window = min(windows, default=None)
-    if documents is None:
-        _compare(mask_function, causal, window, where)
+    causal = any(part.kind == "causal" for part in parts)
+    window = min((part.value for part in parts if part.kind == "window"), default=None)
+    documents = next((part.value for part in parts if part.kind == "documents"), None)
+    _compare(parts, causal, window, where)
     if _probing.get():
         return Mask()
     size = axis_size(_bound(axis))
     if attention_mask is not None and attention_mask.ndim == 3:
-        ids = attention_mask[:, 0]
-        padded = bool((ids == 0).any())
-        packed = bool((ids > 1).any())
-        return Mask(causal, window, ids if packed else None, ids == 0 if padded else None)
+        ids, padding = attention_mask[:, 0], attention_mask[:, 0] == 0
+        known = dispatch.plain(ids) and not ids.is_meta  # otherwise, as in a compiled step, masks depend on no values
+        packed = not known or bool((ids > 1).any())
+        return Mask(causal, window, ids if packed else None, padding if not known or bool(padding.any()) else None)
     if size > 1 or q_length != kv_length:
         raise ValueError(
             f"{where}: attention_mask must be that of whole rows where {axis!r} shards them. Write inputs, labels = "
@@ -330,41 +330,57 @@ def _described(
     return Mask(causal, window, documents, None if attention_mask is None else ~attention_mask)
 
 
-def _parts(mask_function: Callable[..., Any], where: str) -> Iterator[tuple[str, Any]]:
+class _Part(NamedTuple):
+    """A condition of a mask function of transformers.
+
+    Attributes:
+        kind: "causal", "window", "documents", or "" for none.
+        value: of the field of `Mask`.
+        function: that transformers evaluates, `(batch, head, query, key) -> whether the query sees the key`.
+    """
+
+    kind: str
+    value: Any
+    function: Callable[..., Any]
+
+
+def _parts(mask_function: Callable[..., Any], where: str) -> Iterator[_Part]:
     """The conditions of which a mask function of transformers is the conjunction."""
     kind = getattr(mask_function, "__qualname__", repr(mask_function)).partition(".")[0]
-    values = inspect.getclosurevars(mask_function).nonlocals
     if getattr(mask_function, "__module__", "") != "transformers.masking_utils":
         kind = "a function of the model"
+    values = inspect.getclosurevars(mask_function).nonlocals
     if kind == "causal_mask_function":
-        yield "causal", True
+        yield _Part("causal", True, mask_function)
     elif kind == "sliding_window_overlay":
-        yield "window", values["sliding_window"]
+        yield _Part("window", values["sliding_window"], mask_function)
     elif kind == "sliding_window_bidirectional_overlay":
-        yield "window", values["sliding_window"] + 1
+        yield _Part("window", values["sliding_window"] + 1, mask_function)
+    elif kind == "bidirectional_mask_function":
+        yield _Part("", None, mask_function)
     elif kind == "packed_sequence_mask_function":
-        yield "documents", values["packed_sequence_mask"]
+        yield _Part("documents", values["packed_sequence_mask"], mask_function)
     elif kind == "remap_positions_for_packed_sequence":
         yield from _parts(values["mask_function"], where)
     elif kind == "and_masks":
         for part in values["mask_functions"]:
             yield from _parts(part, where)
-    elif kind != "bidirectional_mask_function":
+    else:
         raise ValueError(
             f"{where}: its attention mask has {kind}, which context= does not describe by causal, window and "
             f"documents. Make the model without context="
         )
 
 
-def _compare(mask_function: Callable[..., Any], causal: bool, window: int | None, where: str) -> None:
-    """Raises ValueError if the mask function and its description differ at the first positions or near the window."""
+def _compare(parts: Sequence[_Part], causal: bool, window: int | None, where: str) -> None:
+    """Raises ValueError if transformers sees a different key than `Mask`, at the first positions or near the window."""
     edges = () if window is None else (window - 1, window, window + 1, 2 * window, 2 * window + 1)
-    places = torch.tensor(sorted({*range(8), *edges}), device="cpu")
-    seen = seen_keys(causal, window, places, places, None, places.device)
-    zero = torch.zeros((), dtype=torch.int64, device="cpu")
-    found = mask_function(zero, zero, places[:, None], places).expand(len(places), -1)
-    if not torch.equal(found, torch.ones_like(found) if seen is None else seen[0, 0]):
-        raise ValueError(
-            f"{where}: its attention mask is not that of causal={causal}, window={window}, as which context= describes "
-            f"it. Make the model without context="
-        )
+    places = sorted({*range(8), *edges})
+    for query, key in itertools.product(places, places):
+        near = window is None or abs(query - key) < window or (causal and key > query)
+        found = all(part.function(0, 0, query, key) for part in parts if part.kind != "documents")
+        if found != (near and not (causal and key > query)):
+            raise ValueError(
+                f"{where}: its attention mask is not that of causal={causal}, window={window} at query {query}, key "
+                f"{key}. Make the model without context="
+            )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +21,6 @@ from tests.refusals import told
 tr = pytest.importorskip("transformers")
 
 VOCABULARY, LENGTH, ROWS = 64, 32, 2
-DRAWING = threading.Lock()  # ranks are threads, which share torch's random numbers
 TEXT = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
@@ -68,18 +66,24 @@ def made(kind: str, head: str = "", **options: Any) -> Any:
     config = getattr(tr, f"{name}Config")(**{**TEXT, **options})
     auto = tr.AutoModelForMaskedLM if kind == "Bert" else tr.AutoModelForCausalLM
     build = getattr(tr, head)._from_config if head else auto.from_config
-    with DRAWING:
-        torch.manual_seed(0)
-        module = build(config, attn_implementation="eager", experts_implementation="eager").double()
+    module = build(config, attn_implementation="eager", experts_implementation="eager").double()
+    draw = torch.Generator().manual_seed(0)  # ranks are threads, which share torch's own random numbers
+    with torch.no_grad():
         for p in module.parameters():
-            if p.ndim == 1:  # sinks, biases and norms count, too
-                torch.nn.init.normal_(p, std=0.3)
+            p.copy_(torch.randn(p.shape, generator=draw, dtype=p.dtype) * (0.3 if p.ndim == 1 else 0.1))
     return module
 
 
 def build(name: str) -> Any:
     kind, options = MODELS[name]
     return made(kind, **options)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imported() -> None:
+    """Ranks in threads must not import models at the same time."""
+    for name in MODELS:
+        build(name)
 
 
 def tokens(length: int = LENGTH, rows: int = ROWS) -> Tensor:
@@ -246,11 +250,9 @@ def test_models_that_count_positions_themselves_are_refused_unchanged(case: str)
 
 
 LINEAR: dict[str, Any] = {
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+}  # fmt: skip
 MIXING: dict[str, tuple[Any, str]] = {
     "chunks": (
         lambda: made("Llama4", attention_chunk_size=8, num_local_experts=2, head_dim=8, intermediate_size_mlp=48),
@@ -263,8 +265,8 @@ MIXING: dict[str, tuple[Any, str]] = {
         lambda: made("Lfm2", layer_types=["conv", "full_attention"], conv_L_cache=3), "mixes positions",
     ),
     "linear attention": (
-        lambda: made("Qwen3Next", layer_types=["linear_attention", "full_attention"], head_dim=8, num_experts_per_tok=2, num_experts=4,
-        moe_intermediate_size=16, shared_expert_intermediate_size=16, **LINEAR), "mixes positions",
+        lambda: made("Qwen3Next", layer_types=["linear_attention", "full_attention"], head_dim=8, **LINEAR),
+        "mixes positions",
     ),
     "a pooled head": (
         lambda: made("Llama", "LlamaForSequenceClassification"), "which is not by token, such as a pooled one",
