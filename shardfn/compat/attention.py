@@ -61,13 +61,13 @@ def attention_backward(
 
 
 def masked_attention(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float, softcap: float | None
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """As `attention`, by the plain formulas, to the keys of which `seen`, `[b or 1, 1, t, s]`, is True.
+    """As `attention`, by the plain formulas, to the keys of which `visible`, `[b or 1, 1, t, s]`, is True.
 
     A query that sees none has zeros, and -inf as log-sum-exp.
     """
-    scores = _masked_scores(q, k, seen, scale, softcap)[0]
+    scores = _masked_scores(q, k, visible, scale, softcap)[0]
     lse = scores.logsumexp(-1)
     weights = (scores - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp()
     return by_group(weights.to(v.dtype), v), lse
@@ -80,20 +80,22 @@ def masked_attention_backward(
     lse: Tensor,
     k: Tensor,
     v: Tensor,
-    seen: Tensor | None,
+    visible: Tensor | None,
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, ...]:
     """As `attention_backward`, for `masked_attention`; `lse` is inf for queries that see no key at all."""
-    scores, slope = _masked_scores(q, k, seen, scale, softcap)
-    return _gradients(ct, q, k, v, out, (scores - lse[..., None]).exp(), scale if slope is None else scale * slope)
+    scores, slope = _masked_scores(q, k, visible, scale, softcap)
+    return _attention_gradients(
+        ct, q, k, v, out, (scores - lse[..., None]).exp(), scale if slope is None else scale * slope
+    )
 
 
 def plain_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    seen: Tensor | None,
+    visible: Tensor | None,
     sinks: Tensor | None,
     scale: float,
     softcap: float | None,
@@ -102,9 +104,9 @@ def plain_attention(
     scores = by_group(q, k.mT) * scale
     if softcap is not None:
         scores = (scores / softcap).tanh() * softcap
-    blind = None if seen is None else ~seen.any(-1, keepdim=True)
-    if seen is not None and blind is not None:
-        scores = scores.masked_fill(~(seen | blind), -torch.inf)  # a row of -inf alone would have no derivative
+    blind = None if visible is None else ~visible.any(-1, keepdim=True)
+    if visible is not None and blind is not None:
+        scores = scores.masked_fill(~(visible | blind), -torch.inf)  # a row of -inf alone would have no derivative
     if sinks is not None:
         column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, column), -1)
@@ -113,14 +115,14 @@ def plain_attention(
 
 
 def _masked_scores(
-    q: Tensor, k: Tensor, seen: Tensor | None, scale: float, softcap: float | None
+    q: Tensor, k: Tensor, visible: Tensor | None, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor | None]:
     """The scores, -inf for hidden keys, and what a soft cap multiplies their gradients with."""
     scores, slope = by_group(q, k.mT).to(_wide(q.dtype)) * scale, None
     if softcap is not None:
         fraction = (scores / softcap).tanh()
         scores, slope = fraction * softcap, 1 - fraction.square()
-    return (scores if seen is None else scores.masked_fill(~seen, -torch.inf)), slope
+    return (scores if visible is None else scores.masked_fill(~visible, -torch.inf)), slope
 
 
 def _of_one_width(*rows: Tensor) -> tuple[Tensor, ...]:
@@ -272,13 +274,13 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple
 def _plain_backward(
     ct: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, ...]:
-    return _gradients(ct, q, k, v, out, (_scores(q, k, causal, scale) - lse[..., None]).exp(), scale)
+    return _attention_gradients(ct, q, k, v, out, (_scores(q, k, causal, scale) - lse[..., None]).exp(), scale)
 
 
-def _gradients(
+def _attention_gradients(
     ct: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, p: Tensor, scale: float | Tensor
 ) -> tuple[Tensor, ...]:
-    """Those for queries, keys and values, from the weights `p`; `scale` multiplies the gradients of scores."""
+    """Gradients of queries, keys and values, from the weights `p`; `scale` multiplies those of scores."""
     d = (ct * out).sum(-1, keepdim=True).to(p.dtype)
     ds = (p * (by_group(ct, v.mT).to(p.dtype) - d) * scale).to(q.dtype)
     return by_group(ds, k), _over_group(ds, q, k), _over_group(p.to(ct.dtype), ct, v)

@@ -28,7 +28,7 @@ from shardfn.mesh.scope import current_mesh
 from shardfn.parallel.attention import Mask, positions, ring_attention, ulysses_attention
 from shardfn.quoting import listed
 
-Way = Literal["ring", "ulysses"]
+Method = Literal["ring", "ulysses"]
 IGNORED = -100  # the label of tokens without a loss, as in torch and transformers
 _BY_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids", "attention_mask", "documents", "labels")
 _PROBED, _POISONED = 13, 4  # tokens of a probe, and which of them is not a number
@@ -43,17 +43,17 @@ class ContextParallel:
 
     Attributes:
         axis: the mesh axis; where the mesh has none of that name, rows are full.
-        way: "ring", over balanced rows, or "ulysses", over rows in order.
+        method: "ring", over balanced rows, or "ulysses", over rows in order.
         name: of the model's class.
         probed: whether a call has shown that only attention mixes positions.
         shifts: whether labels are those of the next token.
         parameters: of the model's forward.
     """
 
-    def __init__(self, module: nn.Module, axis: str, way: Way) -> None:
+    def __init__(self, module: nn.Module, axis: str, method: Method) -> None:
         name = type(module).__name__
-        if way not in ("ring", "ulysses"):
-            raise ValueError(f'functional: context_attention must be "ring" or "ulysses", got {way!r}')
+        if method not in ("ring", "ulysses"):
+            raise ValueError(f'functional: context_attention must be "ring" or "ulysses", got {method!r}')
         if not isinstance(axis, str):
             raise TypeError(f"functional: context must be the name of a mesh axis, got {axis!r}")
         refused = f"functional: context must be None for {name}, got {axis!r}"
@@ -71,7 +71,7 @@ class ContextParallel:
                     f"{refused}: {type(m).__name__} computes attention by itself, not by transformers' "
                     f"AttentionInterface. Make the model without context="
                 )
-        self.axis, self.way, self.name, self.probed = axis, way, name, False
+        self.axis, self.method, self.name, self.probed = axis, method, name, False
         self.shifts = getattr(module, "loss_type", None) == "ForCausalLM"
 
     def install(self, module: nn.Module) -> None:
@@ -79,9 +79,9 @@ class ContextParallel:
         from transformers import AttentionInterface, PreTrainedConfig
         from transformers.masking_utils import AttentionMaskInterface
 
-        implementation = f"shardfn_{self.way}_{self.axis}"
-        AttentionInterface.register(implementation, functools.partial(_attend, self.way, self.axis))
-        AttentionMaskInterface.register(implementation, functools.partial(_described, self.axis))
+        implementation = f"shardfn_{self.method}_{self.axis}"
+        AttentionInterface.register(implementation, functools.partial(_attend, self.method, self.axis))
+        AttentionMaskInterface.register(implementation, functools.partial(_mask_description, self.axis))
         copies: dict[int, Any] = {}
         for m in module.modules():
             for key, value in vars(m).items():
@@ -92,43 +92,43 @@ class ContextParallel:
 
     def cut(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
         """Implements `Functional.cut`."""
-        given = {name: x for name, x in batch.items() if x is not None}
-        if unknown := set(given) - set(_BY_TOKEN):
+        tensors = {name: x for name, x in batch.items() if x is not None}
+        if unknown := set(tensors) - set(_BY_TOKEN):
             raise TypeError(
                 f"cut: batch has {listed(map(repr, sorted(unknown)))}, which are not sharded by token. Leave them out, "
                 f"and pass them to the model; cut takes {', '.join(_BY_TOKEN)}"
             )
-        rows = next((given[name] for name in _BY_TOKEN[:2] if name in given), None)
+        rows = next((tensors[name] for name in _BY_TOKEN[:2] if name in tensors), None)
         if rows is None:
             raise ValueError("cut: batch must have input_ids or inputs_embeds, got neither")
-        for name, x in given.items():
+        for name, x in tensors.items():
             if x.shape[:2] != rows.shape[:2]:
                 raise ValueError(
                     f"cut: {name} must be {list(rows.shape[:2])}, of whole rows, got {list(x.shape)}. Pass it as it is "
                     f"before rows are sharded"
                 )
         length = rows.shape[1]
-        real = given.pop("attention_mask", torch.ones(rows.shape[:2], device=rows.device)) != 0
-        documents = given.pop("documents", None)
-        labels = given.pop("labels", rows if self.shifts and "input_ids" in given else None)
+        real = tensors.pop("attention_mask", torch.ones(rows.shape[:2], device=rows.device)) != 0
+        documents = tensors.pop("documents", None)
+        labels = tensors.pop("labels", rows if self.shifts and "input_ids" in tensors else None)
         if documents is None:
-            documents = _documents_of(given.get("position_ids"), real)
+            documents = _documents_of(tensors.get("position_ids"), real)
         else:
             documents = documents - documents.min() + 1
         if self.shifts and labels is not None:
-            labels = _next_tokens(labels, documents, real, made=labels is rows)
-        if "position_ids" not in given:
-            given["position_ids"] = _positions_in(documents)
+            labels = _next_tokens(labels, documents, real, from_tokens=labels is rows)
+        if "position_ids" not in tensors:
+            tensors["position_ids"] = _positions_in(documents)
         axis = self.bound()
         size = axis_size(axis)
-        pieces = 2 * size if self.way == "ring" and size > 1 else size
+        pieces = 2 * size if self.method == "ring" and size > 1 else size
         full = -(-length // pieces) * pieces
-        own = positions(full, axis, balanced=self.way == "ring", device=rows.device)
-        inputs: dict[str, Any] = {name: _padded(x, full, 0)[:, own] for name, x in given.items()}
+        local = positions(full, axis, balanced=self.method == "ring", device=rows.device)
+        inputs: dict[str, Any] = {name: _padded(x, full, 0)[:, local] for name, x in tensors.items()}
         if "use_cache" in self.parameters:  # which transformers would make by default
             inputs["use_cache"] = False
         inputs["attention_mask"] = _padded(documents.where(real, 0), full, 0)[:, None].cpu()
-        return inputs, None if labels is None else _padded(labels, full, IGNORED)[:, own]
+        return inputs, None if labels is None else _padded(labels, full, IGNORED)[:, local]
 
     def bound(self) -> AxisName:
         """The axis, or `()` where no mesh with it is in scope."""
@@ -176,7 +176,7 @@ class ContextParallel:
                 out = run({**kwargs, "use_cache": False} if "use_cache" in self.parameters else kwargs)
         finally:
             _probing.reset(token)
-        others = [i for i in range(_PROBED) if i != _POISONED]
+        finite = [i for i in range(_PROBED) if i != _POISONED]
         for x in Forms().flatten(out)[0]:
             if not isinstance(x, Tensor) or not x.is_floating_point():
                 continue
@@ -186,7 +186,7 @@ class ContextParallel:
                     f"{self.name}: returns a value of shape {tuple(x.shape)} for {_PROBED} tokens, which is not by "
                     f"token, such as a pooled one: no rank has whole rows. Take the model without its pooling head"
                 )
-            if not x.index_select(dim, torch.tensor(others, device=x.device)).isfinite().all():
+            if not x.index_select(dim, torch.tensor(finite, device=x.device)).isfinite().all():
                 raise ValueError(
                     f"{self.name}: mixes positions by other operations than attention, such as convolutions or "
                     f"recurrences, which would not see the pieces of other ranks. Make the model without context="
@@ -232,12 +232,12 @@ def _positions_in(documents: Tensor) -> Tensor:
     return places - places.where(begins, 0).cummax(1).values
 
 
-def _next_tokens(labels: Tensor, documents: Tensor, real: Tensor, made: bool) -> Tensor:
-    """The label of the next token, for each token; if `made` of tokens, none across documents and around padding."""
+def _next_tokens(labels: Tensor, documents: Tensor, real: Tensor, from_tokens: bool) -> Tensor:
+    """The label of the next token, for each token; `from_tokens`, none across documents and around padding."""
     shifted = _padded(labels[:, 1:], labels.shape[1], IGNORED).clone()
-    if made:
-        within = (documents[:, 1:] == documents[:, :-1]) & real[:, 1:] & real[:, :-1]
-        shifted[:, :-1] = shifted[:, :-1].where(within, IGNORED)
+    if from_tokens:
+        same = (documents[:, 1:] == documents[:, :-1]) & real[:, 1:] & real[:, :-1]
+        shifted[:, :-1] = shifted[:, :-1].where(same, IGNORED)
     return shifted
 
 
@@ -247,7 +247,7 @@ _NOT_SUPPORTED = ("position_bias", "cache", "head_mask", "cu_seq_lens_q", "cu_se
 
 
 def _attend(
-    way: Way,
+    method: Method,
     axis: str,
     module: Any,
     query: Tensor,
@@ -265,8 +265,8 @@ def _attend(
     if _probing.get():
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2).contiguous(), None
     name = type(module).__name__
-    if asked := [key for key in _NOT_SUPPORTED if kwargs.get(key) not in (None, False)]:
-        raise TypeError(f"{name}: attention with context= does not support {listed(asked)}. Do not request it")
+    if requested := [key for key in _NOT_SUPPORTED if kwargs.get(key) not in (None, False)]:
+        raise TypeError(f"{name}: attention with context= does not support {listed(requested)}. Do not request it")
     if dropout:
         raise ValueError(
             f"{name}: attention dropout must be 0 with context=, got {dropout}. Set attention_dropout=0.0 in the "
@@ -283,14 +283,14 @@ def _attend(
         raise TypeError(f"{name}: has sinks that it does not pass to attention. Make the model without context=")
     options: dict[str, Any] = {"mask": attention_mask, "scale": scaling, "sinks": s_aux, "softcap": softcap}
     bound = _bound(axis)
-    if way == "ring":
+    if method == "ring":
         out = ring_attention(query, key, value, bound, balanced=True, **options)
     else:
         out = ulysses_attention(query, key, value, bound, **options)
     return out.transpose(1, 2).contiguous(), None
 
 
-def _described(
+def _mask_description(
     axis: str,
     batch_size: int,
     q_length: int,
@@ -313,7 +313,7 @@ def _described(
     causal = any(part.kind == "causal" for part in parts)
     window = min((part.value for part in parts if part.kind == "window"), default=None)
     documents = next((part.value for part in parts if part.kind == "documents"), None)
-    _compare(parts, causal, window, where)
+    _refuse_undescribed(parts, causal, window, where)
     if _probing.get():
         return Mask()
     size = axis_size(_bound(axis))
@@ -372,14 +372,14 @@ def _parts(mask_function: Callable[..., Any], where: str) -> Iterator[_Part]:
         )
 
 
-def _compare(parts: Sequence[_Part], causal: bool, window: int | None, where: str) -> None:
+def _refuse_undescribed(parts: Sequence[_Part], causal: bool, window: int | None, where: str) -> None:
     """Raises ValueError if transformers sees a different key than `Mask`, at the first positions or near the window."""
     edges = () if window is None else (window - 1, window, window + 1, 2 * window, 2 * window + 1)
     places = sorted({*range(8), *edges})
     for query, key in itertools.product(places, places):
         near = window is None or abs(query - key) < window or (causal and key > query)
-        found = all(part.function(0, 0, query, key) for part in parts if part.kind != "documents")
-        if found != (near and not (causal and key > query)):
+        visible = all(part.function(0, 0, query, key) for part in parts if part.kind != "documents")
+        if visible != (near and not (causal and key > query)):
             raise ValueError(
                 f"{where}: its attention mask is not that of causal={causal}, window={window} at query {query}, key "
                 f"{key}. Make the model without context="

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardfn.collectives.functional import axis_size
 from shardfn.compat import dispatch, dynamo, functorch
 from shardfn.interop.batch_norm import in_one_dtype, is_batch_norm, keeps_statistics, synchronised
-from shardfn.interop.context_parallel import ContextParallel, Way
+from shardfn.interop.context_parallel import ContextParallel, Method
 from shardfn.interop.conversions import of_transformers, register_batches
 from shardfn.interop.generation import gathered_once
 from shardfn.interop.in_place import (
@@ -76,7 +76,7 @@ def functional(
     tensor: Table | Literal["auto"] | None = None,
     tensor_axis: str = "tensor",
     context: str | None = None,
-    context_attention: Way = "ring",
+    context_attention: Method = "ring",
     compile: bool | Mapping[str, Any] = False,  # torch's name for it
     **stage_options: Any,
 ) -> Functional:

@@ -236,16 +236,16 @@ def _ordered(name: str, axis: AxisName, balanced: bool, in_order: bool = True) -
         recorder.ordered(name, as_names(axis), balanced)
 
 
-def _place(at: int, length: int, index: int, size: int, balanced: bool) -> int:
-    """The position in the sequence of item `at` of the `length` that rank `index` has."""
+def _position_of(item: int, length: int, index: int, size: int, balanced: bool) -> int:
+    """The position in the sequence of item `item` of the `length` that rank `index` has."""
     half = length // 2
     if not balanced:
-        return index * length + at
-    return index * half + at if at < half else (2 * size - 1 - index) * half + at - half
+        return index * length + item
+    return index * half + item if item < half else (2 * size - 1 - index) * half + item - half
 
 
 def _places(length: int, index: int, size: int, balanced: bool, device: torch.device | None) -> Tensor:
-    """Those of all items, which increase."""
+    """The positions of all items, which increase."""
     if not balanced or size == 1:
         return torch.arange(index * length, (index + 1) * length, device=device)
     half = length // 2
@@ -304,17 +304,17 @@ def _documents(mask: Mask, batch: int, length: int) -> Tensor | None:
 
 
 class _Block(NamedTuple):
-    """Queries and keys of which all see each other, or causally, or as a mask of their own says.
+    """Queries and keys that all see each other, or causally, or by a mask.
 
     Attributes:
         rows: first query, and the one after the last, among those of a rank.
         columns: likewise, keys.
-        seen: "full", "causal", or "part".
+        coverage: "full", "causal", or "part".
     """
 
     rows: tuple[int, int]
     columns: tuple[int, int]
-    seen: str
+    coverage: str
 
 
 class _Pair:
@@ -349,47 +349,53 @@ class _Pair:
         rows, columns = ((0, length) for length in self.lengths)
         if not all(self.lengths):
             return []
-        if not self.balanced or self._seen(rows, columns) != "part":
-            return _joined(list(self._split(rows, columns, fused)))
+        if not self.balanced or self._coverage(rows, columns) != "part":
+            return _merged_blocks(list(self._split(rows, columns, fused)))
         quarters = ((row_part, column_part) for row_part in _halves(rows) for column_part in _halves(columns))
-        return _joined([block for parts in quarters for block in self._split(*parts, fused)])
+        return _merged_blocks([block for parts in quarters for block in self._split(*parts, fused)])
 
     def mask_of(self, block: _Block, device: torch.device) -> Tensor | None:
         """The mask of a block, `[b or 1, 1, rows, columns]`, True where a query sees a key; None if all do."""
-        if block.seen == "full":
+        if block.coverage == "full":
             return None
         rows, columns = slice(*block.rows), slice(*block.columns)
         documents = self.documents and [self.documents[0][:, rows], self.documents[1][:, columns]]
-        return seen_keys(self.causal, self.window, self.queries[rows], self.keys[columns], documents, device)
+        return key_mask(self.causal, self.window, self.queries[rows], self.keys[columns], documents, device)
 
     def _split(self, rows: tuple[int, int], columns: tuple[int, int], fused: bool) -> Iterator[_Block]:
-        seen = self._seen(rows, columns)
-        if seen == "none":
+        coverage = self._coverage(rows, columns)
+        if coverage == "none":
             return
         height, width = rows[1] - rows[0], columns[1] - columns[0]
-        if (fused and seen != "part") or max(height, width) <= TILE:
-            yield _Block(rows, columns, seen)
+        if (fused and coverage != "part") or max(height, width) <= TILE:
+            yield _Block(rows, columns, coverage)
             return
         for row_part in _halves(rows) if height > TILE or height >= width else (rows,):
             for column_part in _halves(columns) if width > TILE or width >= height else (columns,):
                 yield from self._split(row_part, column_part, fused)
 
-    def _seen(self, rows: tuple[int, int], columns: tuple[int, int]) -> str:
-        """How the queries of a block see its keys: "none", "full", "causal" or "part"."""
+    def _coverage(self, rows: tuple[int, int], columns: tuple[int, int]) -> str:
+        """The part of a block's keys that its queries see: "none", "full", "causal" or "part"."""
         first, last, key_first, key_last = (
-            _place(at, self.lengths[side], self.ranks[side], self.size, self.balanced)
+            _position_of(item, self.lengths[side], self.ranks[side], self.size, self.balanced)
             for side, part in enumerate((rows, columns))
-            for at in (part[0], part[1] - 1)
+            for item in (part[0], part[1] - 1)
         )
-        least, most = first - key_last, last - key_first  # distances of queries from keys
+        nearest, farthest = first - key_last, last - key_first  # distances of queries from keys
         window = math.inf if self.window is None else self.window
         low = 0 if self.causal else 1 - window
-        if most < low or least >= window:
+        if farthest < low or nearest >= window:
             return "none"
         same = (first, last, rows) == (key_first, key_last, columns)
-        near = "full" if least >= low and most < window else "causal" if self.causal and same and most < window else ""
-        within = self._of_documents(rows, columns)
-        return "none" if within == "none" else near if near and within == "full" else "part"
+        near = (
+            "full"
+            if nearest >= low and farthest < window
+            else "causal"
+            if self.causal and same and farthest < window
+            else ""
+        )
+        by_document = self._of_documents(rows, columns)
+        return "none" if by_document == "none" else near if near and by_document == "full" else "part"
 
     def _of_documents(self, rows: tuple[int, int], columns: tuple[int, int]) -> str:
         if self.documents is None:
@@ -410,10 +416,10 @@ class _Pair:
         if (side, part) not in self.extents:
             ids = self.documents[side][:, slice(*part)]
             hidden = ids == _HIDDEN
-            least = ids.masked_fill(hidden, _NO_DOCUMENT).amin(1)
-            self.extents[side, part] = least.tolist(), ids.amax(1).tolist(), hidden.any(1).tolist()
-        found: tuple[list[int], list[int], list[bool]] = self.extents[side, part]
-        return found
+            lowest = ids.masked_fill(hidden, _NO_DOCUMENT).amin(1)
+            self.extents[side, part] = lowest.tolist(), ids.amax(1).tolist(), hidden.any(1).tolist()
+        extent: tuple[list[int], list[int], list[bool]] = self.extents[side, part]
+        return extent
 
 
 def _of_both(documents: Tensor, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -427,26 +433,26 @@ def _halves(part: tuple[int, int]) -> tuple[tuple[int, int], ...]:
     return ((part[0], middle), (middle, part[1])) if part[0] < middle else (part,)
 
 
-def _joined(blocks: list[_Block]) -> list[_Block]:
+def _merged_blocks(blocks: list[_Block]) -> list[_Block]:
     """Joins full blocks one below another, and then those side by side, so that fewer kernels run."""
     below: list[_Block] = []
     for block in sorted(blocks, key=lambda block: (block.columns, block.rows)):
         last = below[-1] if below else block
-        if last.seen == block.seen == "full" and (last.columns, last.rows[1]) == (block.columns, block.rows[0]):
+        if last.coverage == block.coverage == "full" and (last.columns, last.rows[1]) == (block.columns, block.rows[0]):
             below[-1] = last._replace(rows=(last.rows[0], block.rows[1]))
         else:
             below.append(block)
     joined: list[_Block] = []
     for block in sorted(below, key=lambda block: (block.rows, block.columns)):
         last = joined[-1] if joined else block
-        if last.seen == block.seen == "full" and (last.rows, last.columns[1]) == (block.rows, block.columns[0]):
+        if last.coverage == block.coverage == "full" and (last.rows, last.columns[1]) == (block.rows, block.columns[0]):
             joined[-1] = last._replace(columns=(last.columns[0], block.columns[1]))
         else:
             joined.append(block)
     return joined
 
 
-def seen_keys(
+def key_mask(
     causal: bool,
     window: int | None,
     queries: Tensor,
@@ -465,15 +471,15 @@ def seen_keys(
         device: of the result.
     """
     distance = queries.to(device)[:, None] - keys.to(device)
-    seen = distance >= 0 if causal else None
+    visible = distance >= 0 if causal else None
     if window is not None:
         near = distance < window if causal else distance.abs() < window
-        seen = near if seen is None else seen & near
+        visible = near if visible is None else visible & near
     if documents is not None:
-        own, theirs = (x.to(device, non_blocking=True) for x in documents)
-        same = own[:, :, None] == theirs[:, None, :]
-        seen = same if seen is None else seen & same
-    return None if seen is None else seen[None, None] if seen.ndim == 2 else seen[:, None]
+        of_queries, of_keys = (x.to(device, non_blocking=True) for x in documents)
+        same = of_queries[:, :, None] == of_keys[:, None, :]
+        visible = same if visible is None else visible & same
+    return None if visible is None else visible[None, None] if visible.ndim == 2 else visible[:, None]
 
 
 @functools.lru_cache(maxsize=256)
@@ -500,8 +506,8 @@ def _ring(
         read = documents.cpu() if documents is not None and dispatch.plain(documents) else documents
 
         def pair(source: int) -> tuple[_Pair, list[_Block]]:
-            found = _Pair((causal, window, balanced), lengths, (index, source), size, read)
-            return found, found.blocks(fused)
+            both = _Pair((causal, window, balanced), lengths, (index, source), size, read)
+            return both, both.blocks(fused)
 
         return pair
 
@@ -510,13 +516,13 @@ def _ring(
         k, v = (all_gather(x, axis, dim=2) for x in (k, v))
         size, t = axis_size(axis), q.shape[2]
         every = torch.cat([places(k.shape[2] // size, i, q.device) for i in range(size)])
-        own = places(t, axis_index(axis), q.device)
+        local = places(t, axis_index(axis), q.device)
         outputs = []
         for start in range(0, max(t, 1), TILE):
-            rows = own[start : start + TILE]
+            rows = local[start : start + TILE]
             of_both = None if documents is None else _of_both(documents, rows, every)
-            seen = seen_keys(causal, window, rows, every, of_both, q.device)
-            outputs.append(kernels.plain_attention(q[:, :, start : start + TILE], k, v, seen, sinks, scale, softcap))
+            visible = key_mask(causal, window, rows, every, of_both, q.device)
+            outputs.append(kernels.plain_attention(q[:, :, start : start + TILE], k, v, visible, sinks, scale, softcap))
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2),)
 
     def fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -525,8 +531,8 @@ def _ring(
         pair = pairs(q, k, documents)
         if size == 1 and sinks is None:
             _, blocks = pair(0)
-            if len(blocks) == 1 and blocks[0].seen != "part" and fused and _is_everything(blocks[0], q, k):
-                out, lse = kernels.attention(q, k, v, blocks[0].seen == "causal", scale)
+            if len(blocks) == 1 and blocks[0].coverage != "part" and fused and _is_everything(blocks[0], q, k):
+                out, lse = kernels.attention(q, k, v, blocks[0].coverage == "causal", scale)
                 return (out,), (q, k, v, *rest, out, lse)
         out = torch.zeros(shape, dtype=wide(q), device=q.device)
         if sinks is None:
@@ -537,14 +543,14 @@ def _ring(
         for step in range(size):
             coming = _sent(travelling, axis) if step + 1 < size else None
             both, blocks = pair((index - step) % size)
-            keys, values = _apart(travelling, k, v)
+            keys, values = _keys_and_values(travelling, k, v)
             for block in blocks:
                 rows, columns = slice(*block.rows), slice(*block.columns)
-                given = q[:, :, rows], keys[:, :, columns], values[:, :, columns]
-                if fused and block.seen != "part":
-                    part, part_lse = kernels.attention(*given, block.seen == "causal", scale)
+                inputs = q[:, :, rows], keys[:, :, columns], values[:, :, columns]
+                if fused and block.coverage != "part":
+                    part, part_lse = kernels.attention(*inputs, block.coverage == "causal", scale)
                 else:
-                    part, part_lse = kernels.masked_attention(*given, both.mask_of(block, q.device), scale, softcap)
+                    part, part_lse = kernels.masked_attention(*inputs, both.mask_of(block, q.device), scale, softcap)
                 _merge(out[:, :, rows], lse[:, :, rows], part, part_lse)
             if coming is not None:
                 travelling = coming()
@@ -566,8 +572,11 @@ def _ring(
         pair = pairs(q, k, documents)
         if size == 1:
             _, blocks = pair(0)
-            if len(blocks) == 1 and blocks[0].seen != "part" and fused and _is_everything(blocks[0], q, k):
-                return [*kernels.attention_backward(ct, q, out, lse, k, v, blocks[0].seen == "causal", scale), *of_rest]
+            if len(blocks) == 1 and blocks[0].coverage != "part" and fused and _is_everything(blocks[0], q, k):
+                return [
+                    *kernels.attention_backward(ct, q, out, lse, k, v, blocks[0].coverage == "causal", scale),
+                    *of_rest,
+                ]
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # of queries without keys, so that all weights are zero
         dq = torch.zeros_like(q, dtype=wide(q))
         travelling = torch.cat((k.flatten(), v.flatten()))
@@ -575,25 +584,25 @@ def _ring(
         for step in range(size):
             coming = _sent(travelling, axis) if step + 1 < size else None
             both, blocks = pair((index - step) % size)
-            keys, values = _apart(travelling, k, v)
+            keys, values = _keys_and_values(travelling, k, v)
             kv_grads = torch.zeros_like(travelling, dtype=wide(q))
-            dk, dv = _apart(kv_grads, k, v)
+            dk, dv = _keys_and_values(kv_grads, k, v)
             for block in blocks:
                 rows, columns = slice(*block.rows), slice(*block.columns)
                 own_ct, own_q, own_out, own_lse = (x[:, :, rows] for x in (ct, q, out, lse))
-                given = own_ct, own_q, own_out, own_lse, keys[:, :, columns], values[:, :, columns]
-                if fused and block.seen != "part":
-                    new_q, new_k, new_v = kernels.attention_backward(*given, block.seen == "causal", scale)
+                inputs = own_ct, own_q, own_out, own_lse, keys[:, :, columns], values[:, :, columns]
+                if fused and block.coverage != "part":
+                    new_q, new_k, new_v = kernels.attention_backward(*inputs, block.coverage == "causal", scale)
                 else:
-                    seen = both.mask_of(block, q.device)
-                    new_q, new_k, new_v = kernels.masked_attention_backward(*given, seen, scale, softcap)
+                    visible = both.mask_of(block, q.device)
+                    new_q, new_k, new_v = kernels.masked_attention_backward(*inputs, visible, scale, softcap)
                 dq[:, :, rows] += new_q
                 dk[:, :, columns] += new_k
                 dv[:, :, columns] += new_v
             arriving = _sent(kv_grads if step == 0 else arriving() + kv_grads, axis)
             if coming is not None:
                 travelling = coming()
-        dk, dv = _apart(arriving().to(k.dtype), k, v)
+        dk, dv = _keys_and_values(arriving().to(k.dtype), k, v)
         return [dq.to(q.dtype), dk, dv, *of_rest]
 
     return custom_vjp(pure, fwd, bwd)
@@ -603,7 +612,7 @@ def _is_everything(block: _Block, q: Tensor, k: Tensor) -> bool:
     return block.rows == (0, q.shape[2]) and block.columns == (0, k.shape[2])
 
 
-def _apart(x: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _keys_and_values(x: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values, which travel in one message."""
     return x[: k.numel()].view(k.shape), x[k.numel() :].view(v.shape)
 
