@@ -58,6 +58,7 @@ COUNTED = [
     Command("peak", 200),
     Command("messages", 200, 0.25),  # better words may take more letters, up to the goal
     Command("imports", 200),
+    Command("axes", 400),
     Command("stage_overhead --calls", 200, 0.01),
 ]
 NOISE = 0.1

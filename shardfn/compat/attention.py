@@ -45,14 +45,91 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tu
     `[b, h, t, d], [b, g, s, d], [b, g, s, d] -> [b, h, t, d], [b, h, t]`, with `h` heads in `g` groups. Not
     recorded by autograd. Uses torch's fused kernels for tensors that they accept.
     """
-    return _kernel(q, k, v, causal, scale).forward(q, k, v, causal, scale)
+    width, (q, k, v) = v.shape[-1], _of_one_width(q, k, v)
+    out, lse = _kernel(q, k, v, causal, scale).forward(q, k, v, causal, scale)
+    return (out if out.shape[-1] == width else out[..., :width]), lse
 
 
 def attention_backward(
     ct: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, ...]:
     """Gradients for `q`, `k` and `v`; `out` and `lse` may be of attention to these keys and further ones."""
-    return _kernel(q, k, v, causal, scale).backward(ct, q, k, v, out, lse, causal, scale)
+    widths = [x.shape[-1] for x in (q, k, v)]
+    q, k, v, ct, out = _of_one_width(q, k, v, ct, out)
+    gradients = _kernel(q, k, v, causal, scale).backward(ct, q, k, v, out, lse, causal, scale)
+    return tuple([g if g.shape[-1] == n else g[..., :n] for g, n in zip(gradients, widths, strict=True)])
+
+
+def masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """As `attention`, by the plain formulas, to the keys of which `visible`, `[b or 1, 1, t, s]`, is True.
+
+    A query that sees none has zeros, and -inf as log-sum-exp.
+    """
+    scores = _masked_scores(q, k, visible, scale, softcap)[0]
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp()
+    return by_group(weights.to(v.dtype), v), lse
+
+
+def masked_attention_backward(
+    ct: Tensor,
+    q: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor | None,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, ...]:
+    """As `attention_backward`, for `masked_attention`; `lse` is inf for queries that see no key at all."""
+    scores, slope = _masked_scores(q, k, visible, scale, softcap)
+    return _attention_gradients(
+        ct, q, k, v, out, (scores - lse[..., None]).exp(), scale if slope is None else scale * slope
+    )
+
+
+def plain_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """Attention by differentiable formulas, with `sinks` as further scores, `[h]`; zeros for a query without keys."""
+    scores = by_group(q, k.mT) * scale
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
+    blind = None if visible is None else ~visible.any(-1, keepdim=True)
+    if visible is not None and blind is not None:
+        scores = scores.masked_fill(~(visible | blind), -torch.inf)  # a row of -inf alone would have no derivative
+    if sinks is not None:
+        column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, column), -1)
+    y = by_group(scores.softmax(-1)[..., : k.shape[2]], v)
+    return y if blind is None else y.masked_fill(blind, 0)
+
+
+def _masked_scores(
+    q: Tensor, k: Tensor, visible: Tensor | None, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor | None]:
+    """The scores, -inf for hidden keys, and what a soft cap multiplies their gradients with."""
+    scores, slope = by_group(q, k.mT).to(_wide(q.dtype)) * scale, None
+    if softcap is not None:
+        fraction = (scores / softcap).tanh()
+        scores, slope = fraction * softcap, 1 - fraction.square()
+    return (scores if visible is None else scores.masked_fill(~visible, -torch.inf)), slope
+
+
+def _of_one_width(*rows: Tensor) -> tuple[Tensor, ...]:
+    """Pads narrower rows with zeros, which change neither scores nor what is left of the results."""
+    width = max(x.shape[-1] for x in rows)
+    pad = torch.nn.functional.pad
+    return tuple([x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])) for x in rows])
 
 
 # --- the choice ---
@@ -197,7 +274,13 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple
 def _plain_backward(
     ct: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, ...]:
-    p = (_scores(q, k, causal, scale) - lse[..., None]).exp()
+    return _attention_gradients(ct, q, k, v, out, (_scores(q, k, causal, scale) - lse[..., None]).exp(), scale)
+
+
+def _attention_gradients(
+    ct: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, p: Tensor, scale: float | Tensor
+) -> tuple[Tensor, ...]:
+    """Gradients of queries, keys and values, from the weights `p`; `scale` multiplies those of scores."""
     d = (ct * out).sum(-1, keepdim=True).to(p.dtype)
     ds = (p * (by_group(ct, v.mT).to(p.dtype) - d) * scale).to(q.dtype)
     return by_group(ds, k), _over_group(ds, q, k), _over_group(p.to(ct.dtype), ct, v)

@@ -1,6 +1,7 @@
 """Maps tensors between the files of `transformers` and the parameters of a module.
 
-All private parts of `transformers` that this package uses are used here: the rules by which its `from_pretrained` and
+All private parts of `transformers` that this package uses are used here, except those of attention
+(`context_parallel`): the rules by which its `from_pretrained` and
 `save_pretrained`, and also `peft`, rename tensors, join several into one, and split one.
 """
 
@@ -11,6 +12,7 @@ import copy
 import functools
 import json
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,9 +54,17 @@ def of_diffusers(module: nn.Module) -> bool:
     return modeling is not None and isinstance(module, modeling.ModelMixin)
 
 
-@functools.cache
+_registering = threading.Lock()
+
+
 def register_batches() -> None:
     """Makes the batches that tokenizers and processors return pytrees of their tensors."""
+    with _registering:  # ranks may be threads, and functools.cache lets several of them compute the first result
+        _register_kinds()
+
+
+@functools.cache
+def _register_kinds() -> None:
     from transformers import BatchEncoding, BatchFeature
 
     for kind in (BatchEncoding, BatchFeature):

@@ -14,8 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardfn.collectives.functional import axis_size
 from shardfn.compat import dispatch, dynamo, functorch
 from shardfn.interop.batch_norm import in_one_dtype, is_batch_norm, keeps_statistics, synchronised
+from shardfn.interop.context_parallel import ContextParallel, Method
 from shardfn.interop.conversions import of_transformers, register_batches
 from shardfn.interop.generation import gathered_once
 from shardfn.interop.in_place import (
@@ -73,6 +75,8 @@ def functional(
     sync_batch_norm: AxisName | None = None,
     tensor: Table | Literal["auto"] | None = None,
     tensor_axis: str = "tensor",
+    context: str | None = None,
+    context_attention: Method = "ring",
     compile: bool | Mapping[str, Any] = False,  # torch's name for it
     **stage_options: Any,
 ) -> Functional:
@@ -101,6 +105,9 @@ def functional(
         tensor: how tensor parallelism cuts layers: a table of ends of module paths -> words, such as `interop.LLAMA`
             and `interop.GPT2`; or "auto", the table that the model's classes ship.
         tensor_axis: the mesh axis that cuts them; if the mesh has no such axis, they are whole.
+        context: the mesh axis that shards the sequence of a model of `transformers`; `model.cut` makes its arguments.
+            If the mesh has no such axis, sequences are full. The configuration is copied, as its attention changes.
+        context_attention: "ring", for sequences that `model.cut` balances, or "ulysses".
         compile: True, or the arguments of `torch.compile`, by which the forward of each stage is compiled.
         stage_options: `remat`, `reshard`, `prefetch`, `gather_dtype`, ... of `shardfn.stage`, for all stages that
             have none of their own.
@@ -110,7 +117,7 @@ def functional(
 
     Raises:
         TypeError: the module was taken apart before, is wrapped by FSDP, DDP or accelerate, or checkpoints activations
-            by itself.
+            by itself; with `context`, it counts positions or computes attention by itself.
         ValueError: patterns or names match nothing.
 
     Example:
@@ -132,6 +139,11 @@ def functional(
         if of_transformers(module):
             register_batches()
     plan = None if tensor is None else planned(module, tensor, tensor_axis)
+    contextual = None if context is None else ContextParallel(module, context, context_attention)
+    if contextual is not None and compile:
+        raise TypeError(
+            "functional: compile must be False with context=, got True. Compile the step by shardfn.compile"
+        )
 
     def accept(chosen: Mapping[str, nn.Module]) -> None:
         if plan is not None:
@@ -144,8 +156,10 @@ def functional(
     anatomy = taken_apart(
         module, stages, min_num_params, min_stage_params, rules[0], stage_options.get("gather_dtype"), accept
     )
+    if contextual is not None:
+        contextual.install(module)
     anatomy.place.dtypes.update({path: own_options.get("gather_dtype") for path, own_options in options.items()})
-    return Functional(module, anatomy, rules[1], sync_batch_norm, plan, compile, options)
+    return Functional(module, anatomy, rules[1], sync_batch_norm, plan, contextual, compile, options)
 
 
 def _refuse_unknown(options: Mapping[str, Any], more_names: Sequence[str] = ()) -> None:
@@ -204,6 +218,7 @@ class Functional:
         mutable: Chosen,
         sync_batch_norm: AxisName | None,
         plan: TensorPlan | None,
+        context: ContextParallel | None,
         compile: bool | Mapping[str, Any],
         options: Mapping[str, Mapping[str, Any]],
     ) -> None:
@@ -246,7 +261,7 @@ class Functional:
         }
         if sync_batch_norm is not None:
             self._instead = {m: synchronised(m, sync_batch_norm) for m in module.modules() if is_batch_norm(m)}
-        self._plan = plan
+        self._plan, self._context = plan, context
         self.specs: Specs = P() if plan is None else plan.spec
         self._tensor = None if plan is None else TensorParallel(plan)
         if self._tensor is not None:
@@ -319,15 +334,36 @@ class Functional:
         """
         dynamo.refuse_compiling(f"a call of {type(self.module).__name__}")
         self._check(params)
+        if self._context is not None:
+            self._context.refuse(kwargs, method)
         if not self._lock.acquire(blocking=False):
             raise RuntimeError(
                 f"{type(self.module).__name__} is called by two threads at once: a call puts its parameters into the "
                 f"module, so threads need a module and a function of it each, or a lock"
             )
         try:
-            return self._called(params, args, kwargs, buffers, adapters or {}, method)
+            out = self._called(params, args, kwargs, buffers, adapters or {}, method)
+            self._probe(params, buffers, adapters or {})
+            return out
         finally:
             self._lock.release()
+
+    def _probe(self, params: Any, buffers: Mapping[str, Tensor] | None, adapters: Mapping[str, Any]) -> None:
+        """Checks once that `context` is right for the model, where tensors have values."""
+        context = self._context
+        if context is None or context.probed or axis_size(context.bound()) == 1 or self._running.now is not None:
+            return
+        tensors = [x for x in optree.tree_leaves(params) if isinstance(x, Tensor)]
+        if functorch.inside_transform() or not all(dispatch.plain(x) and not x.is_meta for x in tensors):
+            return
+
+        def run(kwargs: dict[str, Any]) -> Any:
+            out = self._called(params, (), kwargs, buffers, adapters, "__call__")
+            return out if buffers is None else out[0]
+
+        order = self._order
+        context.probe(self.module, self._place.device, self._casts["gather_dtype"], run)
+        self._order = order
 
     def _called(
         self,
@@ -392,6 +428,34 @@ class Functional:
             return out
         values |= changed
         return out, {name: values[key] for name, key in self._same.items()}
+
+    def cut(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+        """Makes this rank's arguments from whole rows, for a model with `context`.
+
+        Rows are padded at the end until ranks have equal pieces. Documents, positions and labels are made before rows
+        are sharded: from a piece alone nothing tells where a document begins.
+
+        Args:
+            batch: `[b, t]`, the same on all ranks along `context`: `input_ids` or `inputs_embeds`; if there are any,
+                `attention_mask`, `position_ids`, `token_type_ids`, `labels`, and `documents`, ids of the documents of
+                tokens. Without `documents`, these begin where `position_ids` jump, as in `transformers`.
+
+        Returns:
+            The arguments of the call, and the labels: for a causal language model those of the next token, made from
+            `input_ids` if there are none; -100 where there is no loss. Divide the sum of losses by the `psum` of the
+            number of labels.
+
+        Raises:
+            TypeError: the model has no `context`; or the batch has something that is not by token.
+            ValueError: shapes differ; or positions jump in rows that also have padding.
+
+        Example:
+            ``inputs, labels = model.cut({"input_ids": tokens, "documents": ids})``, then
+            ``logits = model(params, **inputs).logits``
+        """
+        if self._context is None:
+            raise TypeError("cut: the model must have a context axis, got none. Pass context= to functional")
+        return self._context.cut(batch)
 
     def shard(self, mesh: DeviceMesh, strategy: Strategy, *, frozen: Which | None = None) -> Any:
         """Cuts the parameters that the module had into flat shards, by `shardfn.shard` with this model's options.

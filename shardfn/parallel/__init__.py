@@ -8,13 +8,14 @@ Each takes the name of its axis; with `()` for none it is the ordinary function,
 Imports `transforms` and what is below, not `stages`.
 """
 
-from shardfn.parallel.attention import attention, positions, ring_attention, ulysses_attention
+from shardfn.parallel.attention import Mask, attention, positions, ring_attention, ulysses_attention
 from shardfn.parallel.linear import embedding, from_parallel, rms_norm, to_parallel
 from shardfn.parallel.losses import cross_entropy
 from shardfn.parallel.moe import Routing, balance_loss, mixture_of_experts, num_dropped, route, router_loss
 from shardfn.parallel.pipeline import pipeline, schedule_of, split_layers
 
 __all__ = [
+    "Mask",
     "Routing",
     "attention",
     "balance_loss",

@@ -77,10 +77,18 @@ WRONG: dict[str, tuple[Make, tuple[Any, Any], tuple[str, ...]]] = {
         (torch.float32, torch.float64),
         ("ring_attention", "k: torch.float32"),
     ),
-    "a causal rank": (lambda on: ring(4, causal=on), (True, False), ("ring_attention", "causal=True", "causal=False")),
+    "a causal rank": (
+        lambda on: ring(4, mask=parallel.Mask(causal=on)),
+        (True, False),
+        ("ring_attention", "causal=True", "causal=False"),
+    ),
     "orders": (lambda on: ring(4, balanced=on), (True, False), ("ring_attention", "balanced=False")),
     "lengths, exchanging heads": (ulysses, (4, 6), ("ulysses_attention", *LENGTH)),
-    "a causal rank, exchanging heads": (lambda on: ulysses(4, causal=on), (True, False), ("ulysses", "causal=False")),
+    "a causal rank, exchanging heads": (
+        lambda on: ulysses(4, mask=parallel.Mask(causal=on)),
+        (True, False),
+        ("ulysses", "causal=False"),
+    ),
     "columns": (lambda n: entropy(columns=n), (4, 6), ("cross_entropy", "w: torch.float64 (5, 6)", "pad that")),
     "targets": (entropy, (3, 4), ("cross_entropy", "targets: torch.int64 (4,)")),
     "vocabularies": (lambda n: entropy(vocabulary=n), (7, 8), ("cross_entropy", "vocabulary=7")),
@@ -94,7 +102,7 @@ WRONG: dict[str, tuple[Make, tuple[Any, Any], tuple[str, ...]]] = {
 }
 RIGHT: dict[str, tuple[Make, tuple[Any, Any]]] = {
     "queries of other lengths, where none is later": (
-        lambda n: parallel.ring_attention(heads(n)[0], *heads(4)[1:], "c", causal=False),
+        lambda n: parallel.ring_attention(heads(n)[0], *heads(4)[1:], "c", mask=parallel.Mask(causal=False)),
         (4, 6),
     ),
     "other numbers of tokens": (mixture, (4, 6)),

@@ -346,7 +346,7 @@ def cases() -> dict[str, Callable[[Any], Step]]:
         for fused in (False, True):
             found[f"attention, {way}, fused={fused}"] = partial(attending, way=way, fused=fused)
     found["attention, ring, in order"] = partial(attending, way="ring", balanced=False)
-    found["attention, ring, not causal"] = partial(attending, way="ring", causal=False)
+    found["attention, ring, not causal"] = partial(attending, way="ring", mask=parallel.Mask(causal=False))
     found["attention, ring, hvp"] = attending_twice
     found["mixture, capacity"] = partial(mixing, capacity=8)
     found["mixture, refusing"] = partial(mixing, capacity=8, overflow="error")

@@ -53,7 +53,7 @@ def sequences_in_both_orders(on: On) -> Made:
         a, b = (x[:, :, parallel.positions(8, c, balanced=balanced)] for balanced in (True, False))
         outs = [
             parallel.ring_attention(a, a, a, c, balanced=True),
-            parallel.ulysses_attention(a, a, a, c, causal=False),
+            parallel.ulysses_attention(a, a, a, c, mask=parallel.Mask(causal=False)),
             parallel.ring_attention(b, b, b, c),
             parallel.ulysses_attention(b, b, b, c),
         ]
@@ -68,7 +68,7 @@ def balanced_places_without_a_mask(on: On) -> Made:
 
     def total(x: Tensor, c: Any = ()) -> Tensor:
         own = x[:, :, parallel.positions(8, c, balanced=True)]
-        return sf.psum(parallel.ulysses_attention(own, own, own, c, causal=False).square().sum(), c)
+        return sf.psum(parallel.ulysses_attention(own, own, own, c, mask=parallel.Mask(causal=False)).square().sum(), c)
 
     return lambda: on(lambda x: total(x, "context"), P(), P())(x), plainly(total, x)[0]
 
