@@ -149,7 +149,7 @@ def attended() -> dict[tuple[str, str], tuple[float, float]]:
                 return attend(*xs, "context", mask=mask, **options).sum()
 
             run = sf.shard_map(sf.grad(loss, (0, 1, 2)), mesh=mesh, in_specs=..., out_specs=..., check=False)
-            with Operations() as operations, sf.ledger() as log:
+            with Operations() as operations, sf.collectives.ledger() as log:
                 run(q, k, v)
             op = "ppermute" if way == "ring" else "all_to_all"
             found[name, way] = operations.count, float(log.bytes(op=op))

@@ -91,7 +91,7 @@ def checked(name: str) -> tuple[tuple[str, ...], float]:
         kinds: tuple[str, ...] = ()
         try:
             case.program(functools.partial(sf.shard_map, mesh=mesh, check=True), mesh)
-        except sf.VaryingError as error:
+        except sf.check.VaryingError as error:
             kinds = tuple(one.kind for one in error.findings)
         except NotImplementedError:
             kinds = ("NotImplementedError",)
@@ -100,7 +100,7 @@ def checked(name: str) -> tuple[tuple[str, ...], float]:
                 raise
             kinds = ("collectives",)
         seconds = time.perf_counter() - began
-    warned = [one.message for one in caught if isinstance(one.message, sf.VaryingWarning)]
+    warned = [one.message for one in caught if isinstance(one.message, sf.check.VaryingWarning)]
     return kinds + tuple(one.kind for warning in warned for one in warning.findings), seconds
 
 

@@ -127,7 +127,7 @@ def transient(usage: Usage, step: Callable[[], Any]) -> float:
 
 
 def sent(step: Callable[[], Any]) -> tuple[int, int]:
-    with sf.ledger() as log:
+    with sf.collectives.ledger() as log:
         step()
     return log.count(), log.bytes()
 

@@ -37,11 +37,11 @@ SMALL = Config(vocabulary=512, width=64, layers=2, heads=4, hidden=176, context=
 AXES = ("replica", "shard")
 STRATEGIES: dict[str, sf.Placement] = {
     "ddp": sf.ddp(AXES),
-    "zero1": sf.zero1(AXES),
+    "zero1": sf.strategies.zero1(AXES),
     "full_shard": sf.full_shard(AXES),
     "hybrid_shard": sf.hybrid_shard(shard="shard", replica="replica"),
-    "hfsdp": sf.hfsdp(shard="shard", replica="replica"),
-    "hpz": sf.hpz(shard="shard", replica="replica"),
+    "hfsdp": sf.strategies.hfsdp(shard="shard", replica="replica"),
+    "hpz": sf.strategies.hpz(shard="shard", replica="replica"),
 }
 OPTIMIZERS: dict[str, Callable[[], so.Optimizer]] = {
     "adamw, clipped": lambda: so.chain(so.clip_by_global_norm(0.5), so.adamw(1e-3)),
@@ -117,7 +117,7 @@ def steps_of(usage: Usage, parts: int) -> dict[str, Callable[..., Any]]:
         return time.perf_counter() - began
 
     def sent() -> int:
-        with sf.ledger() as log:
+        with sf.collectives.ledger() as log:
             run()
         return log.bytes(op="reduce_scatter") + log.bytes(op="all_gather")
 

@@ -77,7 +77,7 @@ RECIPES = {
     "gather_format=fp8_e4m3(128)": Recipe(strategy=replace(FULL, gather_format=quant.fp8_e4m3(128))),
     "reduce_format=int8(256)": Recipe(strategy=replace(FULL, reduce_format=quant.int8(256))),
     "reduce_format=int4(64)": Recipe(strategy=replace(FULL, reduce_format=quant.int4(64)), most=FOUR),
-    "zeropp": Recipe(strategy=sf.zeropp(shard="shard", replica="replica"), most=FOUR),
+    "zeropp": Recipe(strategy=sf.strategies.zeropp(shard="shard", replica="replica"), most=FOUR),
     "adamw8bit": Recipe(adamw8bit),
     "lion8bit": Recipe(lambda rate: so.lion8bit(slow(rate), weight_decay=decay), beside="float32, lion"),
     "adamw, state_dtype=bfloat16": Recipe(lambda rate: adamw(rate, state_dtype=torch.bfloat16)),

@@ -36,21 +36,21 @@ FULL, INT8, INT4 = sf.full_shard(BOTH), quant.int8(256), quant.int4(64)
 STRATEGIES = {
     "full_shard": FULL,
     "hybrid_shard": sf.hybrid_shard(shard="shard", replica="replica"),
-    "hfsdp": sf.hfsdp(shard="shard", replica="replica"),
+    "hfsdp": sf.strategies.hfsdp(shard="shard", replica="replica"),
     "ddp": sf.ddp(BOTH),
-    "hpz": sf.hpz(shard="shard", replica="replica"),
+    "hpz": sf.strategies.hpz(shard="shard", replica="replica"),
     "full_shard, gather_format=int8": replace(FULL, gather_format=INT8),
     "full_shard, reduce_format=int8": replace(FULL, reduce_format=INT8),
     "full_shard, reduce_format=int4": replace(FULL, reduce_format=INT4),
     "hybrid_shard, reduce_format=int4": replace(sf.hybrid_shard(shard="shard", replica="replica"), reduce_format=INT4),
-    "zeropp": sf.zeropp(shard="shard", replica="replica"),
+    "zeropp": sf.strategies.zeropp(shard="shard", replica="replica"),
 }
 
 
 # --- on each rank ---
 
 
-def expected(log: sf.Ledger) -> float:
+def expected(log: sf.collectives.Ledger) -> float:
     """Bytes that this rank's collectives send to the other host, for two hosts of two ranks."""
     return sum(one.bytes * crossing(one.op, one.axis) for one in log.records)
 
@@ -71,7 +71,7 @@ def ranks(file: Path, tiny: bool, steps: int) -> None:
     for name, strategy in STRATEGIES.items():
         step, _ = shardfn_step(config, mesh, strategy)
         timed(step, 2)
-        with sf.ledger() as log:
+        with sf.collectives.ledger() as log:
             step()
         meant = torch.tensor(expected(log), dtype=torch.float64)
         dist.all_reduce(meant)

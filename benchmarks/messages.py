@@ -136,7 +136,7 @@ MISTAKES: dict[str, Mistake] = {
         "one for a whole subtree",
     ),
     "what differs between ranks": (
-        lambda: sf.assert_replicated({n: x + torch.distributed.get_rank() for n, x in tree().items()}, mesh()),
+        lambda: sf.shards.assert_replicated({n: x + torch.distributed.get_rank() for n, x in tree().items()}, mesh()),
         "make the parameters with init_sharded",
     ),
     "trees that differ between ranks": (
@@ -153,7 +153,7 @@ MISTAKES: dict[str, Mistake] = {
         "let one axis be -1",
     ),
     "a mesh of two rests": (lambda: sf.make_mesh(device="cpu", **{name(i): -1 for i in range(2000)}), "one of size -1"),
-    "an unknown strategy": (lambda: sf.strategy(name(0) * 50, shard="data", replica="data"), "full_shard"),
+    "an unknown strategy": (lambda: sf.strategies.from_name(name(0) * 50, shard="data", replica="data"), "full_shard"),
     "gradients of another tree": (lambda: stepped(sharded("other")), "the gradients' structure"),
     "gradients of other shapes": (lambda: stepped(sharded(size=4)), "float32, 1/2 over data"),
     "no gradients": (lambda: stepped({}), "the gradients' structure"),
@@ -168,10 +168,10 @@ MISTAKES: dict[str, Mistake] = {
     "a product of two trees": (lambda: so.vdot(tree(), tree(of="other")), "the trees differ"),
     "a parameter that is not there": (lambda: staged("other"), ""),
     "a partition into nothing": (
-        lambda: sf.partition(tree(), [name(i, "other") for i in range(LEAVES)]),
+        lambda: sf.shards.partition(tree(), [name(i, "other") for i in range(LEAVES)]),
         "there are layer0",
     ),
-    "parts of two trees": (lambda: sf.combine(tree(), tree(of="other")), "both trees that partition returns"),
+    "parts of two trees": (lambda: sf.shards.combine(tree(), tree(of="other")), "both trees that partition returns"),
     "parameters that are not there, whole": (
         lambda: sf.unshard(sharded(), only=[name(i, "other") for i in range(LEAVES)]),
         "the parameters are layer0",
@@ -188,7 +188,7 @@ MISTAKES: dict[str, Mistake] = {
         lambda: sf.shard(tree(), mesh(), sf.full_shard("data"), frozen=[name(i, "other") for i in range(LEAVES)]),
         "the parameters are layer0",
     ),
-    "a put of what is no tree": (lambda: sf.to_tier(name(0) * 50, tree()), "the tree comes first"),  # type: ignore[arg-type]
+    "a put of what is no tree": (lambda: sf.shards.to_tier(name(0) * 50, tree()), "the tree comes first"),  # type: ignore[arg-type]
     "columns of other lengths": (
         lambda: run.batches({name(i): torch.ones(2 + (i > 2)) for i in range(LEAVES)}, mesh(), "data", batch=2, seed=0),
         "must be equal in all tensors",

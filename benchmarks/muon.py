@@ -89,7 +89,7 @@ def by_everyone(params: Any, grads: Any) -> tuple[Any, Step]:
 def add_own(flat: Any, directions: Tensor) -> None:
     """Updates each parameter's elements on this rank."""
     own = flat.layout.views(directions)
-    mine = sf.local_parameters(flat)
+    mine = sf.shards.local_parameters(flat)
     paths = {entry.path: number for number, entry in enumerate(flat.layout.entries)}
     for part in flat.layout.ranges(dist.get_rank()):
         rows, columns = part.shape
@@ -152,7 +152,7 @@ def counted(run: Step) -> int:
 
 
 def sent(run: Step) -> int:
-    with sf.ledger() as log:
+    with sf.collectives.ledger() as log:
         run()
     return log.bytes()
 

@@ -104,7 +104,7 @@ def our_step(config: Config, sizes: dict[str, int]) -> Step:
 
     @sf.shard_map(mesh=mesh, in_specs=(..., ..., P()), out_specs=(..., ..., P()))
     def trained(params: Params, state: Any, tokens: Tensor) -> Any:
-        rows = sf.local_slice(tokens, SIX.rows, dim=1)
+        rows = sf.collectives.local_slice(tokens, SIX.rows, dim=1)
         loss, grads = sf.value_and_grad(loss_fn)(params, rows, config, SIX)
         return *optimizer.step(params, grads, state), loss
 
@@ -268,7 +268,7 @@ def built(usage: Usage) -> dict[str, Callable[..., Any]]:
 
 def moved(step: Step) -> float:
     """The MB that this rank sends in a step."""
-    with sf.ledger() as log:
+    with sf.collectives.ledger() as log:
         step()
     return log.bytes() / 1e6
 

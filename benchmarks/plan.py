@@ -99,7 +99,7 @@ def loss(params: Any, tokens: Tensor) -> Tensor:
 def planned(ranks: int, layers: int) -> Planned:
     """Plans one step."""
     began = time.perf_counter()
-    with sf.plan_mode(ranks):
+    with sf.plan.mode(ranks):
         mesh = sf.make_mesh(replica=ranks // SHARD, shard=SHARD)
         params = sf.init_sharded(makers(layers), 0, mesh, sf.hybrid_shard(shard="shard", replica="replica"))
         optimizer = so.adamw(1e-4)
@@ -109,7 +109,7 @@ def planned(ranks: int, layers: int) -> Planned:
             value, grads = sf.value_and_grad(loss)(params, tokens)
             return *optimizer.step(params, grads, state), value
 
-        plan = sf.plan_step(step, params, optimizer.init(params), torch.zeros(1, TOKENS, dtype=torch.int64))
+        plan = sf.plan.step(step, params, optimizer.init(params), torch.zeros(1, TOKENS, dtype=torch.int64))
     seconds = time.perf_counter() - began
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     sent = sum(work.sent for work in plan.collectives)

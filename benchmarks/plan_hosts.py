@@ -37,18 +37,18 @@ from benchmarks.model import Config, training
 from benchmarks.report import Goal, parser, publish
 from benchmarks.train_step import timed
 from benchmarks.two_hosts import crossed, hosts, launch
-from shardfn.plans.machines import Chip, Links
-from shardfn.plans.timeline import Timeline
+from shardfn.plan.machines import Chip, Links
+from shardfn.plan.timeline import Timeline
 from shardfn.testing import World
 
 BOTH, RANKS, PER_NODE, MEGABITS = ("replica", "shard"), 4, 2, 250
 SIZES = tuple(2**k for k in range(12, 23, 2))  # 4 KiB to 4 MiB
 STRATEGIES = {
     "ddp": sf.ddp(BOTH),
-    "shard_grad_op": sf.shard_grad_op(BOTH),
+    "shard_grad_op": sf.strategies.shard_grad_op(BOTH),
     "full_shard": sf.full_shard(BOTH),
     "hybrid_shard": sf.hybrid_shard(shard="shard", replica="replica"),
-    "hfsdp": sf.hfsdp(shard="shard", replica="replica"),
+    "hfsdp": sf.strategies.hfsdp(shard="shard", replica="replica"),
 }
 
 
@@ -77,9 +77,9 @@ class Running:
 def ranks(folder: Path, tiny: bool, rounds: int) -> None:
     torch.set_num_threads(1)
     mesh = sf.make_mesh(replica=2, shard=2, device="cpu")
-    links = sf.measure_links(mesh, sent=SIZES)
+    links = sf.plan.measure_links(mesh, sent=SIZES)
     dist.barrier()
-    chip = sf.measure_chip()
+    chip = sf.plan.measure_chip()
     running = {name: Running(strategy, tiny) for name, strategy in STRATEGIES.items()}
     ledgers = {name: ledger_of(one) for name, one in running.items()}
     seconds: dict[str, list[float]] = {name: [] for name in running}
@@ -101,7 +101,7 @@ def ranks(folder: Path, tiny: bool, rounds: int) -> None:
 def ledger_of(running: Running) -> float:
     """Bytes that all ranks' collectives send to the other host in the third step."""
     timed(running, 2)
-    with sf.ledger() as log:
+    with sf.collectives.ledger() as log:
         running()
     meant = torch.tensor(expected(log), dtype=torch.float64)
     dist.all_reduce(meant)
@@ -117,16 +117,16 @@ def counted() -> int:
 # --- planned ---
 
 
-def planned(rank: int, tiny: bool) -> dict[str, sf.StepPlan]:
+def planned(rank: int, tiny: bool) -> dict[str, sf.plan.StepPlan]:
     plans = {}
     for name, strategy in STRATEGIES.items():
-        with sf.plan_mode(RANKS, rank, per_node=PER_NODE):
+        with sf.plan.mode(RANKS, rank, per_node=PER_NODE):
             step, args = program(strategy, tiny)
-            plans[name] = sf.plan_step(step, *args)
+            plans[name] = sf.plan.step(step, *args)
     return plans
 
 
-def crosses(plan: sf.StepPlan) -> float:
+def crosses(plan: sf.plan.StepPlan) -> float:
     """Bytes that this rank sends to the other host."""
     return sum(work.sent * crossing(work.kind, work.axis) for work in plan.collectives if work.nodes > 1)
 
@@ -165,7 +165,7 @@ def run(tiny: bool, rounds: int) -> Ran:
         )
 
 
-def row_of(name: str, plans: list[sf.StepPlan], times: Timeline, ran: Ran) -> dict[str, Any]:
+def row_of(name: str, plans: list[sf.plan.StepPlan], times: Timeline, ran: Ran) -> dict[str, Any]:
     meant, took = sum(map(crosses, plans)), statistics.median(ran.seconds[name])
     low, _, high = (f"{1e3 * quartile:.0f}" for quartile in statistics.quantiles(ran.seconds[name], n=4))
     return {

@@ -2,7 +2,7 @@
 
     python -m benchmarks.plan_trackers
 
-`FSDPMemTracker` follows a step of FSDP2 on fake tensors and a fake process group; `sf.plan_step` plans a step of
+`FSDPMemTracker` follows a step of FSDP2 on fake tensors and a fake process group; `sf.plan.step` plans a step of
 shardfn. Both train the same functions (`benchmarks.model`) in float32: each layer is a unit, parameters are gathered
 for forward and again for backward, AdamW is fused, and the layers are computed again in backward or not
 (`torch.utils.checkpoint` inside of FSDP's unit; `remat`). Both tell of their second step. A kind of memory is in both
@@ -127,9 +127,9 @@ def drawn(makers: Any, seed: int) -> Any:
 
 def planned(config: Config, ranks: int, way: str) -> tuple[Found, int]:
     began = time.perf_counter()
-    with sf.debug(memory=False), sf.plan_mode(ranks):
+    with sf.debug(memory=False), sf.plan.mode(ranks):
         step, args = training(config, sf.make_mesh(data=ranks), sf.full_shard("data"), **WAYS[way])
-        plan = sf.plan_step(step, *args)
+        plan = sf.plan.step(step, *args)
     return (plan.peak.kinds, time.perf_counter() - began), plan.allocator
 
 

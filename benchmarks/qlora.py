@@ -84,7 +84,7 @@ def by_shardfn(sizes: dict[str, int], place: Callable[[str], sf.Placement]) -> T
         return loss * mesh.size()
 
     def gathered() -> tuple[int, int]:
-        with sf.ledger() as log:
+        with sf.collectives.ledger() as log:
             step()
         return log.bytes(op="all_gather"), expected(tree, whole if place is sf.full_shard else {}, mesh.size())
 
@@ -127,7 +127,7 @@ def in_four_bits(sizes: dict[str, int]) -> tuple[Any, list[Tensor]]:
             *reversed(x.shape), bias=False, compute_dtype=torch.float32, quant_type="nf4",
             quant_storage=torch.float32, device="meta",
         )  # fmt: skip
-        words = few_bits.tensors(path, quant.pack(x, FORMAT))
+        words = few_bits.file_tensors(path, quant.pack(x, FORMAT))
         codes = words.pop(path)  # FSDP can shard them if they are stored as floats
         few.weight = bnb.nn.Params4bit.from_prequantized(
             codes.view(-1).view(torch.float32).view(-1, 1), {k.removeprefix(path + "."): v for k, v in words.items()},

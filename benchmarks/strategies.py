@@ -26,9 +26,9 @@ from benchmarks.train_step import KEEPS_MEMORY, Step, shardfn_step, timed
 RANKS = 4
 DATA = ("replica", "shard")
 STRATEGIES = {
-    name: sf.strategy(name, shard="shard", replica="replica")
+    name: sf.strategies.from_name(name, shard="shard", replica="replica")
     for name in ("ddp", "zero1", "shard_grad_op", "full_shard", "hybrid_shard", "hybrid_shard_zero2", "hfsdp", "hpz")
-} | {"mics": sf.mics(("shard", "replica"))}
+} | {"mics": sf.strategies.mics(("shard", "replica"))}
 # MB and steps per second: DDP, and FSDP's NO_SHARD, SHARD_GRAD_OP and FULL_SHARD.
 DDP = (23125, 4.31)
 PUBLISHED = {"NO_SHARD": (19296, 3.04), "shard_grad_op": (11772, 3.61), "full_shard": (9627, 3.19)}
@@ -41,7 +41,7 @@ def built(usage: Usage, strategy: sf.Placement, config: Config) -> dict[str, Any
 
 def moved(step: Step) -> float:
     """The MB that this rank sends in a step."""
-    with sf.ledger() as log:
+    with sf.collectives.ledger() as log:
         step()
     return log.bytes(scheduled=True) / 1e6
 

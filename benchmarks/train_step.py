@@ -200,7 +200,7 @@ def told(usage: Usage) -> tuple[float, float, float]:
 
 def moved(step: Step) -> list[tuple[str, int]]:
     """The collectives of a step, and the bytes that this rank sent in each."""
-    with sf.ledger() as log:
+    with sf.collectives.ledger() as log:
         step()
     return [(record.op, record.bytes) for record in log.records]
 
@@ -322,7 +322,7 @@ def main() -> None:
 
         crews = {
             "shardfn": crew(args.ranks, built_shardfn, sf.full_shard),
-            "shardfn, kept for backward": crew(args.ranks, built_shardfn, sf.shard_grad_op),
+            "shardfn, kept for backward": crew(args.ranks, built_shardfn, sf.strategies.shard_grad_op),
         }
         for name, make in {"FSDP2": fsdp2, "FSDP1": fsdp1, "DDP": ddp}.items():
             crews[name] = crew(args.ranks, built, make)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import Goal, parser, publish
-from shardfn.plans import presets
+from shardfn.plan import presets
 from shardfn.shapes.extrapolating import extrapolated
 from shardfn.shapes.searching import search
 from shardfn.shapes.settings import Setting

@@ -81,7 +81,7 @@ def ledger_of(strategy: Any, **wire: Any) -> Sent:
     optimizer = so.adamw(1e-3)
     state = optimizer.init(params)
     for _ in range(2):
-        with sf.ledger() as log:
+        with sf.collectives.ledger() as log:
             _, grads = gradient(params, torch.ones(8, WIDTH))
             params, state = optimizer.step(params, grads, state)
     return Sent(log.count(), log.bytes())
@@ -101,7 +101,7 @@ def measured() -> dict[str, tuple[Sent, Sent]]:
             by_formula("full_shard", reduce=rate(format)),
         )
     few = by_formula("hpz", rate(quant.int8(256)), rate(quant.int4(64)))
-    return found | {"zeropp": (ledger_of(sf.zeropp(shard="shard", replica="replica")), few)}
+    return found | {"zeropp": (ledger_of(sf.strategies.zeropp(shard="shard", replica="replica")), few)}
 
 
 def main() -> None:

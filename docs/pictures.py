@@ -8,7 +8,7 @@ show.png: what `sf.show` draws of a language model whose embedding is frozen and
 checker.png: what the checker takes down of two small programs on two ranks, and along what each value varies.
 compiled.png: the program that `compile` makes of a step of five layers on two ranks.
 nodes.png: eight ranks on two nodes, in blocks and in turn, and what `make_mesh` says of the axes.
-modules.png: the stages, loose parameters and tied weights that `functional` finds in GPT-2, and how large they are.
+modules.png: the stages, unstaged parameters and tied weights that `functional` finds in GPT-2, and how large they are.
 memory.png: the memory of one rank during a training step, by four strategies: the resident size of the process, read
 from /proc every half millisecond. Each phase is drawn equally long. glibc gives freed memory back at once, because of
 the variable above.
@@ -150,7 +150,7 @@ def draw_memory(path: Path) -> None:
     data = ("replica", "shard")
     strategies = {
         "ddp": sf.ddp(data),
-        "zero1": sf.zero1(data),
+        "zero1": sf.strategies.zero1(data),
         "hybrid_shard": sf.hybrid_shard(shard="shard", replica="replica"),
         "full_shard": sf.full_shard(data),
     }
@@ -177,14 +177,14 @@ def draw_memory(path: Path) -> None:
 # --- the schedule ---
 
 
-class Stamped(list[sf.Record]):
+class Stamped(list[sf.collectives.Record]):
     """Records, and when each was entered."""
 
     def __init__(self) -> None:
         super().__init__()
         self.times: list[float] = []
 
-    def append(self, record: sf.Record) -> None:
+    def append(self, record: sf.collectives.Record) -> None:
         self.times.append(time.perf_counter())
         super().append(record)
 
@@ -221,7 +221,7 @@ def times_of_a_step(layers: int, width: int, tries: int) -> dict[str, Any]:
     for _ in range(tries + 2):
         forward.clear()
         dist.barrier()
-        with sf.ledger() as log:
+        with sf.collectives.ledger() as log:
             log.records = Stamped()
             began = time.perf_counter()
             step(params, x)
@@ -417,7 +417,7 @@ def draw_modules(path: Path) -> None:
         if key in blocks[2:-1]:
             continue
         y, at = min(rows[one] for one in readers), [rows[one] for one in readers]
-        kind, color = ("as a stage, for its module", BLUE) if key else ("loose, once for the whole call", GREEN)
+        kind, color = ("as a stage, for its module", BLUE) if key else ("unstaged, once for the whole call", GREEN)
         if len(readers) > 1:
             kind, color = "tied, for each stage that reads them", RED
             axes.plot([3.4, 3.4], [min(at), max(at)], color=color, linewidth=1.6)
@@ -780,7 +780,7 @@ def watched() -> Any:
     from examples import run, spectrum
 
     mesh = sf.make_mesh(replica=1, shard=-1, device="cpu")
-    placed = sf.strategy("full_shard", shard="shard", replica="replica")
+    placed = sf.strategies.from_name("full_shard", shard="shard", replica="replica")
     return spectrum.watch(spectrum.SMALL, mesh, run.corpus()[0], 200, 20, placed)
 
 
@@ -858,7 +858,7 @@ def scored() -> Any:
     from examples import influence
 
     mesh, (files, held_out) = sf.make_mesh(replica=1, shard=-1, device="cpu"), influence.sources(influence.SMALL)
-    placed = sf.strategy("full_shard", shard="shard", replica="replica")
+    placed = sf.strategies.from_name("full_shard", shard="shard", replica="replica")
     params, _ = influence.trained(influence.SMALL, mesh, files, 300, placed)
     return influence.scores(influence.SMALL, mesh, params, files, held_out)
 
@@ -876,7 +876,7 @@ def raced() -> Any:
     from examples import optimizers, run
 
     mesh = sf.make_mesh(replica=1, shard=-1, device="cpu")
-    placed = sf.strategy("full_shard", shard="shard", replica="replica")
+    placed = sf.strategies.from_name("full_shard", shard="shard", replica="replica")
     return optimizers.compare(optimizers.SMALL, mesh, run.corpus()[0], 200, placed)
 
 

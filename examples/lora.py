@@ -103,7 +103,9 @@ def formula(adapters: Params, base: Params, where: str) -> Cost:
     gathers all but the last two again, which are still there, and scatters the adapters' gradients. The next
     micro-batch finds the blocks with which backward ended: both, or one where the embedding takes the other's place.
     """
-    flats = optree.tree_leaves({"base": base, "adapters": adapters}, is_leaf=lambda x: isinstance(x, sf.FlatShard))
+    flats = optree.tree_leaves(
+        {"base": base, "adapters": adapters}, is_leaf=lambda x: isinstance(x, sf.shards.FlatShard)
+    )
     own, small = stages(base), stages(adapters)["blocks"]
     n = flats[0].layout.grid.size(DATA)
     blocks = [b * (where != "whole") + a for b, a in zip(own["blocks"], small, strict=True)]
@@ -124,7 +126,9 @@ def formula(adapters: Params, base: Params, where: str) -> Cost:
 def stages(params: Params) -> Any:
     """Bytes of each stage, whole."""
     return optree.tree_map(
-        lambda flat: flat.layout.padded * flat.values.itemsize, params, is_leaf=lambda x: isinstance(x, sf.FlatShard)
+        lambda flat: flat.layout.padded * flat.values.itemsize,
+        params,
+        is_leaf=lambda x: isinstance(x, sf.shards.FlatShard),
     )
 
 

@@ -130,14 +130,14 @@ def formula(config: Config, data: int, size: int) -> tuple[int, int]:
     return (numbers + lengths) * (size - 1) // size, numbers * (size - 1) // size
 
 
-def travelled(log: sf.Ledger) -> tuple[int, int]:
+def travelled(log: sf.collectives.Ledger) -> tuple[int, int]:
     """The bytes that a rank has exchanged with experts, forward and backward."""
     return log.bytes(op="all_to_all", backward=False), log.bytes(op="all_to_all", backward=True)
 
 
 def train(
     config: Config, mesh: DeviceMesh, data: Tensor, steps: int, seed: int, report: Reports = ()
-) -> tuple[list[float], list[float], sf.Ledger]:
+) -> tuple[list[float], list[float], sf.collectives.Ledger]:
     """Trains from scratch; returns the losses and, of the last step, the shares as in `loss_fn` and its bytes."""
     opt = train_lm.optimizer(config, steps)
 

@@ -115,7 +115,7 @@ def formula(config: Config, shard: int, size: int, index: int) -> tuple[int, int
 
 def train(
     config: Config, mesh: DeviceMesh, data: Tensor, steps: int, seed: int, report: Reports = ()
-) -> tuple[list[float], sf.Ledger]:
+) -> tuple[list[float], sf.collectives.Ledger]:
     """Trains from scratch; returns the losses, and the ledger of the last step."""
 
     def loss(params: Params, rows: Tensor) -> Tensor:

@@ -110,7 +110,7 @@ def formula(config: Config, size: int) -> Cost:
     return Cost("ppermute", 2 * there + back, there * 2 * one, (there + back) * 2 * one)
 
 
-def measured(log: sf.Ledger, config: Config) -> Cost:
+def measured(log: sf.collectives.Ledger, config: Config) -> Cost:
     """The same from the ledger; the sends of a ring were started before their data was needed."""
     ring = config.method == "ring"
     op = "ppermute" if ring else "all_to_all"
@@ -120,7 +120,7 @@ def measured(log: sf.Ledger, config: Config) -> Cost:
 
 def train(
     config: Config, mesh: DeviceMesh, data: Tensor, steps: int, seed: int, report: Reports = ()
-) -> tuple[list[float], sf.Ledger]:
+) -> tuple[list[float], sf.collectives.Ledger]:
     """Trains from scratch; returns the losses, and the ledger of the last step."""
 
     def loss(params: Params, rows: Tensor) -> Tensor:

@@ -97,10 +97,10 @@ class Counted:
     """A step that records the ledger of its last call."""
 
     def __init__(self, step: Step) -> None:
-        self.step, self.log = step, sf.Ledger()
+        self.step, self.log = step, sf.collectives.Ledger()
 
     def __call__(self, state: Params, batch: Any) -> tuple[Params, Metrics]:
-        with sf.ledger() as self.log:  # costs almost nothing
+        with sf.collectives.ledger() as self.log:  # costs almost nothing
             return self.step(state, batch)
 
 
@@ -113,7 +113,7 @@ def fit(
     steps: int,
     report: Reports = (),
     evaluate: tuple[Callable[[Params], Metrics], int] | None = None,
-) -> tuple[Params, sf.run.Run, sf.Ledger]:
+) -> tuple[Params, sf.run.Run, sf.collectives.Ledger]:
     """Trains with the loss of a batch; returns the parameters, the run, and the ledger of the last step.
 
     `evaluate` is a function of the parameters, and the number of steps between its calls.
@@ -164,13 +164,13 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     Console().print(made)
 
 
-def moved(log: sf.Ledger, stage: str) -> tuple[int, ...]:
+def moved(log: sf.collectives.Ledger, stage: str) -> tuple[int, ...]:
     """Bytes sent to gather a stage's parameters, to gather them again in backward, and to reduce gradients."""
     parameters = (log.bytes(stage=stage, op="all_gather", backward=way) for way in (False, True))
     return *parameters, sum(log.bytes(stage=stage, op=op) for op in ("reduce_scatter", "all_reduce"))
 
 
-def compare(log: sf.Ledger, expected: dict[str, tuple[int, ...]]) -> None:
+def compare(log: sf.collectives.Ledger, expected: dict[str, tuple[int, ...]]) -> None:
     """Prints a step's ledger, and for each stage, the bytes sent next to those of the formula."""
     rows = []
     for stage, wanted in expected.items():
@@ -297,7 +297,7 @@ def folder_of(text: str) -> Path:
 def strategy_of(name: str) -> sf.Placement:
     """The strategy of this name, over `shard` and `replica`."""
     try:
-        return sf.strategy(name, shard="shard", replica="replica")
+        return sf.strategies.from_name(name, shard="shard", replica="replica")
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

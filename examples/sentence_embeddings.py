@@ -154,7 +154,7 @@ def embedded(params: Params, encoder: Encoder, texts: Sequence[str], batch: int)
     found = []
     with torch.no_grad():
         for start in range(0, len(filled), batch):
-            own = sf.local_slice(torch.tensor(filled[start : start + batch]), DATA).tolist()
+            own = sf.collectives.local_slice(torch.tensor(filled[start : start + batch]), DATA).tolist()
             found.append(sf.all_gather(encoder(params, [texts[i] for i in own]), DATA, to="invariant"))  # [batch, e]
     return torch.cat(found)[torch.tensor(order).argsort()]
 

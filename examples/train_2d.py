@@ -52,7 +52,7 @@ def init(config: Config, seed: int) -> Params:
 def embed(p: Params, tokens: Tensor, sequence: int | None) -> Tensor:
     places = p["places"][: tokens.shape[1]]
     if sequence is not None:
-        places = sf.local_slice(places, "tensor")
+        places = sf.collectives.local_slice(places, "tensor")
     return parallel.embedding(tokens, p["tokens"], "tensor", sequence=sequence) + places
 
 
@@ -109,7 +109,7 @@ def formula(config: Config, shard: int, tensor: int, sequence: bool) -> tuple[in
     return round(forward * share), round(backward * share)
 
 
-def sent(log: sf.Ledger) -> tuple[int, int]:
+def sent(log: sf.collectives.Ledger) -> tuple[int, int]:
     """The bytes that stages sent along `tensor`; clipping, which sums over all ranks, is not part of a stage."""
     forward, backward = (log.select(axis=("tensor",), backward=way) for way in (False, True))
     return sum(one.bytes for one in forward if one.stage), sum(one.bytes for one in backward if one.stage)
@@ -117,7 +117,7 @@ def sent(log: sf.Ledger) -> tuple[int, int]:
 
 def train(
     config: Config, mesh: DeviceMesh, data: Tensor, steps: int, seed: int, sequence: bool, report: Reports = ()
-) -> tuple[list[float], sf.Ledger]:
+) -> tuple[list[float], sf.collectives.Ledger]:
     """Trains from scratch; returns the losses, and the ledger of the last step."""
 
     def loss(params: Params, rows: Tensor) -> Tensor:

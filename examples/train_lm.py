@@ -162,7 +162,7 @@ class Trained:
 
     params: Params  # whole
     run: sf.run.Run  # with the losses of its steps, in nats, and of held-out files as `eval/loss`
-    log: sf.Ledger  # of the last step
+    log: sf.collectives.Ledger  # of the last step
     expected: dict[str, tuple[int, ...]]  # bytes that a rank sends for each stage in a step: see `moved`
 
     @property

@@ -38,11 +38,11 @@ AXES = ("replica", "shard", "tensor", "context", "expert", "pipe")
 class Axes:
     """The role of each mesh axis; by default there are none, as on one process."""
 
-    rows: sf.AxisName = ()  # shard the batch
-    tensor: sf.AxisName = ()
-    context: sf.AxisName = ()
-    expert: sf.AxisName = ()
-    pipe: sf.AxisName = ()
+    rows: sf.collectives.AxisName = ()  # shard the batch
+    tensor: sf.collectives.AxisName = ()
+    context: sf.collectives.AxisName = ()
+    expert: sf.collectives.AxisName = ()
+    pipe: sf.collectives.AxisName = ()
 
     @property
     def data(self) -> tuple[str, ...]:

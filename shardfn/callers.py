@@ -50,12 +50,12 @@ def kind_of(file: str) -> Kind:
 
 def caller() -> str:
     """The innermost line of the user; in backward, the line that called backward."""
-    return _users_line(_lines(sys._getframe(1)))
+    return _users_line(_frame_lines(sys._getframe(1)))
 
 
 def of_thread(thread: int) -> str:
     """The innermost line of the user on a thread at present; empty if there is none."""
-    line = _users_line(_lines(sys._current_frames().get(thread)))
+    line = _users_line(_frame_lines(sys._current_frames().get(thread)))
     return "" if line == UNKNOWN else line
 
 
@@ -103,7 +103,7 @@ def warned(f: Callable[..., Any]) -> tuple[str, int, dict[str, Any]]:
     return frame.f_code.co_filename, frame.f_lineno, frame.f_globals
 
 
-def _lines(frame: FrameType | None) -> Iterator[tuple[str, int]]:
+def _frame_lines(frame: FrameType | None) -> Iterator[tuple[str, int]]:
     while frame is not None:
         yield frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back

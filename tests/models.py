@@ -25,14 +25,14 @@ WIDTH, HIDDEN, VOCABULARY = 4, 5, 11
 
 STRATEGIES: dict[str, sf.Placement] = {
     "ddp": sf.ddp(DATA),
-    "zero1": sf.zero1(DATA),
-    "shard_grad_op": sf.shard_grad_op(DATA),
+    "zero1": sf.strategies.zero1(DATA),
+    "shard_grad_op": sf.strategies.shard_grad_op(DATA),
     "full_shard": sf.full_shard(DATA),
     "hybrid_shard": sf.hybrid_shard(shard="shard", replica="replica"),
-    "hybrid_shard_zero2": sf.hybrid_shard_zero2(shard="shard", replica="replica"),
-    "hfsdp": sf.hfsdp(shard="shard", replica="replica"),
-    "hpz": sf.hpz(shard="shard", replica="replica"),
-    "mics": sf.mics(("shard", "replica")),
+    "hybrid_shard_zero2": sf.strategies.hybrid_shard_zero2(shard="shard", replica="replica"),
+    "hfsdp": sf.strategies.hfsdp(shard="shard", replica="replica"),
+    "hpz": sf.strategies.hpz(shard="shard", replica="replica"),
+    "mics": sf.strategies.mics(("shard", "replica")),
 }
 
 

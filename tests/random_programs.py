@@ -47,6 +47,7 @@ from shardfn.compiled import regions
 from shardfn.mesh import waiting
 from shardfn.mesh.groups import cpu_group
 from shardfn.shards import layout
+from shardfn.shards import placement as placements
 from shardfn.testing import World, WorldError, WorldTimeout, world
 from tests.lossless import WIRES
 
@@ -674,9 +675,9 @@ def names_of(tree: Any) -> list[str]:
 def placement(home: Home) -> sf.Placement:
     names = tuple(name for name, _ in home.mesh)
     if home.strategy in ("ddp", "zero1", "shard_grad_op", "full_shard", "mics"):
-        return getattr(sf, home.strategy)(names[::-1] if home.swapped else names)
+        return getattr(placements, home.strategy)(names[::-1] if home.swapped else names)
     shard, replica = (names[0], names[1]) if home.swapped else (names[1], names[0])
-    return getattr(sf, home.strategy)(shard=shard, replica=replica)
+    return getattr(placements, home.strategy)(shard=shard, replica=replica)
 
 
 def _keeps_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -802,7 +803,7 @@ class Sharded:
     def act(self, action: Action) -> Found:
         with contextlib.ExitStack() as stack:
             chosen = {"all_gather": self.program.gather, "reduce_scatter": self.program.scatter}
-            stack.enter_context(sf.transports(self.mesh, **{op: how for op, how in chosen.items() if how}))
+            stack.enter_context(sf.collectives.transports(self.mesh, **{op: how for op, how in chosen.items() if how}))
             return getattr(self, action.kind)(action)
 
     def loss(self, action: Action, ps: Any, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -840,10 +841,10 @@ class Sharded:
         return sf.shard_map(run, mesh=self.mesh, in_specs=(..., data), out_specs=outs)
 
     def leaves(self) -> Any:
-        def leaf(p: sf.FlatShard) -> sf.FlatShard:
-            return sf.FlatShard(p.values.detach().clone().requires_grad_(p.layout.trainable), p.layout)
+        def leaf(p: sf.shards.FlatShard) -> sf.shards.FlatShard:
+            return sf.shards.FlatShard(p.values.detach().clone().requires_grad_(p.layout.trainable), p.layout)
 
-        return optree.tree_map(leaf, self.params, is_leaf=lambda p: isinstance(p, sf.FlatShard))
+        return optree.tree_map(leaf, self.params, is_leaf=lambda p: isinstance(p, sf.shards.FlatShard))
 
     def backward(self, action: Action, times: int = 1) -> Found:
         ps, x = self.leaves(), self.x(action).requires_grad_(action.inputs)
@@ -869,16 +870,16 @@ class Sharded:
         return {**found, **self.left(ps), **self.of_inputs(action, xs)}
 
     def left(self, ps: Any) -> Found:
-        nodes = optree.tree_leaves(ps, is_leaf=lambda p: isinstance(p, sf.FlatShard))
-        gradient = [sf.FlatShard(zero_or(p.values), p.layout) for p in nodes if p.layout.trainable]
+        nodes = optree.tree_leaves(ps, is_leaf=lambda p: isinstance(p, sf.shards.FlatShard))
+        gradient = [sf.shards.FlatShard(zero_or(p.values), p.layout) for p in nodes if p.layout.trainable]
         closed = self.model.closed
         return {**self.whole(gradient), **({"closed": [zero_or(closed)]} if closed.requires_grad else {})}
 
     def of_inputs(self, action: Action, xs: list[Tensor]) -> Found:
         return {"inputs": [zero_or(x) for x in xs]} if action.inputs else {}
 
-    def trained(self) -> list[sf.FlatShard]:
-        nodes = optree.tree_leaves(self.params, is_leaf=lambda p: isinstance(p, sf.FlatShard))
+    def trained(self) -> list[sf.shards.FlatShard]:
+        nodes = optree.tree_leaves(self.params, is_leaf=lambda p: isinstance(p, sf.shards.FlatShard))
         return [node for node in nodes if node.layout.trainable]
 
     def with_trained(self, found: Sequence[Any]) -> Any:
@@ -887,7 +888,7 @@ class Sharded:
         return optree.tree_map(
             lambda p: next(rest) if p.layout.trainable else p,
             self.params,
-            is_leaf=lambda p: isinstance(p, sf.FlatShard),
+            is_leaf=lambda p: isinstance(p, sf.shards.FlatShard),
         )
 
     def scalar(self, action: Action) -> Callable[[Any], Tensor]:
@@ -971,10 +972,10 @@ class Sharded:
         return self.now()
 
     def replace(self, action: Action) -> Found:
-        def new(p: sf.FlatShard) -> sf.FlatShard:
-            return sf.FlatShard(p.values * 1.25, p.layout) if p.layout.trainable else p
+        def new(p: sf.shards.FlatShard) -> sf.shards.FlatShard:
+            return sf.shards.FlatShard(p.values * 1.25, p.layout) if p.layout.trainable else p
 
-        self.params = optree.tree_map(new, self.params, is_leaf=lambda p: isinstance(p, sf.FlatShard))
+        self.params = optree.tree_map(new, self.params, is_leaf=lambda p: isinstance(p, sf.shards.FlatShard))
         return self.now()
 
     def reload(self, action: Action) -> Found:
@@ -1001,10 +1002,10 @@ class Sharded:
 
     # compositions of transforms
 
-    def direction(self, action: Action) -> list[sf.FlatShard]:
+    def direction(self, action: Action) -> list[sf.shards.FlatShard]:
         """A direction for the trained parameters."""
         tree = self.shard(direction(self.program, action.seed))
-        nodes = optree.tree_leaves(tree, is_leaf=lambda p: isinstance(p, sf.FlatShard))
+        nodes = optree.tree_leaves(tree, is_leaf=lambda p: isinstance(p, sf.shards.FlatShard))
         return [node for node in nodes if node.layout.trainable]
 
     def hvp(self, action: Action) -> Found:
@@ -1019,7 +1020,7 @@ class Sharded:
         return self.grad_grad(action, torch.func.grad)
 
     def double(self, action: Action) -> Found:
-        ps = [sf.FlatShard(p.values.detach().clone().requires_grad_(), p.layout) for p in self.trained()]
+        ps = [sf.shards.FlatShard(p.values.detach().clone().requires_grad_(), p.layout) for p in self.trained()]
         tensors = [p.values for p in ps]
         first = again(self.scalar(action)(ps), tensors, create_graph=True)
         second = again(sines(list(first)), tensors)
@@ -1041,20 +1042,20 @@ class Sharded:
 
     def whole(self, gradient: Any, name: str = "gradient", stacked: int = 0) -> Found:
         """Whole gradients, from gradients of the trained parameters or of all parameters."""
-        given = optree.tree_leaves(gradient, is_leaf=lambda p: isinstance(p, sf.FlatShard))
+        given = optree.tree_leaves(gradient, is_leaf=lambda p: isinstance(p, sf.shards.FlatShard))
         if len(given) == len(self.trained()):
             rest = iter(given)
         else:
-            nodes = optree.tree_leaves(self.params, is_leaf=lambda p: isinstance(p, sf.FlatShard))
+            nodes = optree.tree_leaves(self.params, is_leaf=lambda p: isinstance(p, sf.shards.FlatShard))
             assert all((g.values is None) != p.layout.trainable for g, p in zip(given, nodes, strict=True))
             rest = iter([g for g in given if g.values is not None])
 
-        def there(p: sf.FlatShard) -> sf.FlatShard:
+        def there(p: sf.shards.FlatShard) -> sf.shards.FlatShard:
             if p.layout.trainable:
                 return next(rest)
-            return sf.FlatShard(torch.stack([p.values] * stacked) if stacked else p.values, p.layout)
+            return sf.shards.FlatShard(torch.stack([p.values] * stacked) if stacked else p.values, p.layout)
 
-        full = optree.tree_map(there, self.params, is_leaf=lambda p: isinstance(p, sf.FlatShard))
+        full = optree.tree_map(there, self.params, is_leaf=lambda p: isinstance(p, sf.shards.FlatShard))
 
         def unshard(tree: Any) -> tuple[Tensor, ...]:
             return tuple(optree.tree_leaves(sf.unshard(tree)))
@@ -1467,7 +1468,7 @@ def recorded(program: Program, folder: str) -> list[list[Call]]:
     machine, found = Sharded(program, folder), []
     for action in program.actions:
         machine.act(action)
-        with sf.ledger() as log:
+        with sf.collectives.ledger() as log:
             machine.act(action)
         found.append([
             (e.op, e.axis, str(e.dtype).removeprefix("torch."), e.bytes, e.stage, e.scheduled, e.backward)
@@ -1480,11 +1481,11 @@ def recorded(program: Program, folder: str) -> list[list[Call]]:
 def planned(program: Program, folder: str) -> list[list[Call] | str]:
     """The collectives of the plan of each action, or why there is none."""
     found: list[list[Call] | str] = []
-    with sf.plan_mode(program.ranks):
+    with sf.plan.mode(program.ranks):
         machine = Sharded(program, folder, None)
         for action in program.actions:
             try:
-                works = sf.plan_step(machine.act, action, mesh=machine.mesh).collectives
+                works = sf.plan.step(machine.act, action, mesh=machine.mesh).collectives
             except Exception as error:
                 found.append(f"{type(error).__name__}: {error}")
                 break

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import shardfn as sf
+from shardfn.collectives import functional
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Case:
         return self.kwargs if self.perm is None else self.kwargs | {"perm": self.perm(n)}
 
     def local(self, x: Tensor, axis: Any, n: int) -> Tensor:
-        return getattr(sf, self.name)(x, axis, **self.arguments(n))
+        return getattr(functional, self.name)(x, axis, **self.arguments(n))
 
     def joint(self, n: int) -> Callable[[Tensor], Tensor]:
         spec = spec_of(self.name)
@@ -54,7 +54,7 @@ class Case:
 
 def spec_of(name: str) -> Callable[..., Any]:
     """The executable spec in the docstring of a collective: a function of the list of all ranks' tensors."""
-    examples = doctest.DocTestParser().get_examples(getattr(sf, name).__doc__ or "")
+    examples = doctest.DocTestParser().get_examples(getattr(functional, name).__doc__ or "")
     source = next(example.source for example in examples if example.source.startswith(f"def {name}("))
     names: dict[str, Any] = {"torch": torch}
     exec(source, names)

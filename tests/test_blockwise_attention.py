@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardfn.compat import blockwise_attention
-from shardfn.compat.blockwise_attention import attention
+from shardfn.compat.blockwise_attention import sdpa
 from tests.models import in_forward_mode, normal
 from tests.reference import worst
 
@@ -75,7 +75,7 @@ def test_derivatives_are_those_of_the_plain_formulas(
     with sdpa_kernel(SDPBackend.MATH):
         got, want = (
             derivatives(lambda q, k, v, f=f: f(q, k, v, **options), batch, length, count, width)
-            for f in (attention, F.scaled_dot_product_attention)
+            for f in (sdpa, F.scaled_dot_product_attention)
         )
     known = [(x, y) for x, y in zip(got, want, strict=True) if not y.isnan().any()]
     assert len(known) >= len(want) - (kind == "one sees nothing")  # of which torch has no gradient of a product
@@ -102,8 +102,8 @@ def test_a_gradient_and_its_tangent_in_place(
         with sdpa_kernel(SDPBackend.MATH):
             want = in_forward_mode(partial(F.scaled_dot_product_attention, **options), inputs, moving, nullcontext())
         with monkeypatch.context() as patched:
-            patched.delattr(blockwise_attention, "_blocks")  # of the formulas
-            got = in_forward_mode(partial(attention, **options), inputs, moving, nullcontext())
+            patched.delattr(blockwise_attention, "_attention_blocks")  # of the formulas
+            got = in_forward_mode(partial(sdpa, **options), inputs, moving, nullcontext())
         for both, expected in zip(got, want, strict=True):
             for x, y in zip(both, expected, strict=True):
                 if y is not None and y.isfinite().all():  # torch has none of a row that sees nothing
@@ -117,7 +117,7 @@ def test_fewer_heads_of_keys_and_lower_dtypes(dtype: torch.dtype) -> None:
     q, k, v = (normal(2, heads, 5, 8, seed=heads + i).to(dtype) for i, heads in enumerate((4, 2, 2)))
     with sdpa_kernel(SDPBackend.MATH):
         want = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True, enable_gqa=True)
-    got = attention(q, k, v, is_causal=True, enable_gqa=True)
+    got = sdpa(q, k, v, is_causal=True, enable_gqa=True)
     assert got.dtype == dtype
     assert float((got - want).norm() / want.norm()) < (1e-6 if dtype == torch.float32 else 4e-3)
 
@@ -126,19 +126,19 @@ def test_torch_computes_the_rest() -> None:
     q, bias = normal(2, 3, 4, seed=0), normal(3, 3, seed=1)
     with sdpa_kernel(SDPBackend.MATH):
         torch.manual_seed(0)
-        dropped = attention(q, q, q, dropout_p=0.5)
+        dropped = sdpa(q, q, q, dropout_p=0.5)
         torch.manual_seed(0)
         assert torch.equal(dropped, F.scaled_dot_product_attention(q, q, q, dropout_p=0.5))
         slopes = [
             torch.func.grad(lambda b, f=f: f(q, q, q, b).sin().sum())(bias)
-            for f in (attention, F.scaled_dot_product_attention)
+            for f in (sdpa, F.scaled_dot_product_attention)
         ]
         assert slopes[0].norm() > 0
         assert torch.equal(*slopes)
         wrongs: list[dict[str, Any]] = [{"attn_mask": bias, "is_causal": True}, {"enable_gqa": 2}]
         for wrong in wrongs:
             errors = []
-            for f in (attention, F.scaled_dot_product_attention):
+            for f in (sdpa, F.scaled_dot_product_attention):
                 with pytest.raises((RuntimeError, TypeError)) as told:
                     f(q, q[:1, :2, :3], q, **wrong)
                 errors.append(str(told.value))

@@ -151,6 +151,9 @@ ALIASES = {
     "sf": shardfn, "shardfn": shardfn, "so": optim, "checkpoint": checkpoint, "interop": interop, "parallel": parallel,
 }  # fmt: skip
 
+SPACES = (shardfn, shardfn.check, shardfn.collectives, shardfn.plan, shardfn.shards, shardfn.strategies)
+PUBLIC = {f"{space.__name__}.{name}": getattr(space, name) for space in SPACES for name in space.__all__}
+
 
 def spans_of(text: str) -> list[str]:
     """The `code` within sentences and tables."""
@@ -176,7 +179,7 @@ def unknown_arguments(span: str) -> list[str]:
         calls = [node for node in ast.walk(ast.parse(span)) if isinstance(node, ast.Call)]
     except SyntaxError:
         return []
-    known = {name: getattr(shardfn, name) for name in shardfn.__all__} | {"functional": interop.functional}
+    known = {path.rpartition(".")[2]: value for path, value in PUBLIC.items()} | {"functional": interop.functional}
     wrong = []
     for call in calls:
         alias, _, name = ast.unparse(call.func).rpartition(".")
@@ -301,16 +304,20 @@ def test_pages_that_the_package_names_exist():
     assert {name for name in named if Path(name) not in PAGES} == set()
 
 
-@pytest.mark.parametrize("name", shardfn.__all__)
-def test_a_public_name_is_explained(name: str):
-    value = getattr(shardfn, name)
+def test_a_public_name_has_one_path():
+    assert len({path.rpartition(".")[2] for path in PUBLIC}) == len(PUBLIC)
+
+
+@pytest.mark.parametrize("path", PUBLIC)
+def test_a_public_name_is_explained(path: str):
+    value, name = PUBLIC[path], path.rpartition(".")[2]
     if callable(value) or inspect.ismodule(value):
-        assert value.__doc__, f"shardfn.{name} has no docstring"
+        assert value.__doc__, f"{path} has no docstring"
     api = "\n".join(text_of(page) for page in PAGES if page.name.startswith("api"))
     directives = re.findall(r"\bauto\w+:: (\S+)", api)
     home = value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", None)
     mentioned = re.search(rf"\b{re.escape(name)}\b", " ".join(re.findall(r"`([^`\n]+)`", api)))
-    assert mentioned or f"shardfn.{name}" in directives or home in directives
+    assert mentioned or path in directives or home in directives
 
 
 SAMPLE = """\

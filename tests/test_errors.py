@@ -102,7 +102,7 @@ COLLECTIVES: dict[str, Row] = {
         ],
     ),
     "slice": (
-        lambda: inside(lambda: sf.local_slice(T[:3], "b")),
+        lambda: inside(lambda: sf.collectives.local_slice(T[:3], "b")),
         ValueError,
         ["local_slice", "'b'", "dimension 0", "(3, 6)", "3 does not divide by 2", "pad it to 4"],
     ),
@@ -276,8 +276,8 @@ OUTSIDE: dict[str, Callable[[], Any]] = {
     "pmin": lambda: sf.pmin(T, "a"),
     "pvary": lambda: sf.pvary(T, "a"),
     "all_gather": lambda: sf.all_gather(T, ("a", "b")),
-    "local_slice": lambda: sf.local_slice(T, "a"),
-    "reduce_scatter": lambda: sf.psum_scatter(T, "a"),
+    "local_slice": lambda: sf.collectives.local_slice(T, "a"),
+    "reduce_scatter": lambda: sf.reduce_scatter(T, "a"),
     "ppermute": lambda: sf.ppermute(T, "a", [(0, 1)]),
     "all_to_all": lambda: sf.all_to_all(T, "a", split_dim=0, concat_dim=1),
     "axis_index": lambda: sf.axis_index("a"),
@@ -347,7 +347,12 @@ def test_a_flat_shard_in_place_of_parameters_says_how_to_get_them(row: str) -> N
 
     (told,) = world(1, "threads").run(body)
     assert says in told
-    for word in ("stage 'blocks.0'", "shardfn.stage", "shardfn.unshard(params)", "shardfn.local_parameters(flat)"):
+    for word in (
+        "stage 'blocks.0'",
+        "shardfn.stage",
+        "shardfn.unshard(params)",
+        "shardfn.shards.local_parameters(flat)",
+    ):
         assert word in told
 
 
@@ -382,11 +387,11 @@ STRANGE: dict[str, tuple[Callable[[], Any], list[str]]] = {
         ["w is torch.sparse_coo", "to_dense()"],
     ),
     "shard_named": (
-        lambda: sf.shard_named(sparse().items(), tensors(), mesh(a=1), sf.full_shard("a")),
+        lambda: sf.shards.shard_named(sparse().items(), tensors(), mesh(a=1), sf.full_shard("a")),
         ["w is torch.sparse_coo", "to_dense()"],
     ),
     "no tensor by name": (
-        lambda: sf.shard_named([("w", 3)], tensors(), mesh(a=1), sf.full_shard("a")),  # type: ignore[list-item]
+        lambda: sf.shards.shard_named([("w", 3)], tensors(), mesh(a=1), sf.full_shard("a")),  # type: ignore[list-item]
         ["'w' is of type int, not a tensor"],
     ),
     "meta": (

@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # From below: each imports only what stands before it.
 ORDER = [
     "quoting", "tracebacks", "local_paths", "callers", "compat", "debugging", "mesh", "quant", "check", "collectives",
-    "tiers", "simulated", "shards", "testing", "transforms", "optim", "checkpoint", "stages", "compiled",
-    "forward_mode", "plans", "curvature", "parallel", "interop", "lora", "run", "translate", "shapes", "cli",
+    "tiers", "simulated", "shards", "strategies", "testing", "transforms", "optim", "checkpoint", "stages", "compiled",
+    "forward_mode", "plan", "curvature", "parallel", "interop", "lora", "run", "translate", "shapes", "cli",
 ]  # fmt: skip
 
 

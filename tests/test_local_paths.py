@@ -14,8 +14,8 @@ import shardfn as sf
 from shardfn import checkpoint, interop, lora
 from shardfn.cli import main
 from shardfn.local_paths import local_path
-from shardfn.plans.machines import Chip, Links
-from shardfn.plans.plan import StepPlan
+from shardfn.plan.machines import Chip, Links
+from shardfn.plan.plan import StepPlan
 from shardfn.testing import World
 from tests.models import mesh_of
 from tests.refusals import told

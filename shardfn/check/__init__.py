@@ -4,3 +4,8 @@
 `varying` infers the axes along which values vary, `judging` finds what is wrong with that, and `fixes` says what to
 write. Imports compat and mesh.
 """
+
+from shardfn.check.findings import Finding, VaryingError, VaryingWarning
+from shardfn.check.varying import typeof
+
+__all__ = ["Finding", "VaryingError", "VaryingWarning", "typeof"]

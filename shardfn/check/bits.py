@@ -33,14 +33,14 @@ def bits(x: Tensor) -> int | Tensor:
     """
     if not ordinary(x):
         total: int | Tensor = 17
-        for part in parts(x):
-            total = _joined(total, bits(part))
+        for part in ordinary_parts(x):
+            total = _combine(total, bits(part))
         return total
     total = 17
     for n in x.shape:
         total = (total * 1000003 + n) % 2**62
-    for chunk in pieces(x.detach()):
-        total = _joined(total, _mixed(chunk))
+    for chunk in flat_chunks(x.detach()):
+        total = _combine(total, _mix_words(chunk))
     return total
 
 
@@ -64,7 +64,7 @@ def ordinary(x: Tensor) -> bool:
     return x.layout is torch.strided and not (x.is_nested or x.is_quantized or hasattr(x, "__tensor_flatten__"))
 
 
-def parts(x: Tensor) -> list[Tensor]:
+def ordinary_parts(x: Tensor) -> list[Tensor]:
     """Returns the ordinary tensors that hold a tensor's numbers."""
     x = x.detach()
     if hasattr(x, "__tensor_flatten__"):
@@ -84,7 +84,7 @@ def parts(x: Tensor) -> list[Tensor]:
         inner = [x.to_dense()]
     else:
         return [x]
-    return [part for tensor in inner for part in parts(tensor)]
+    return [part for tensor in inner for part in ordinary_parts(tensor)]
 
 
 def constant(x: Tensor) -> bool | Tensor:
@@ -92,7 +92,7 @@ def constant(x: Tensor) -> bool | Tensor:
     if not ordinary(x) or not x.numel():
         return ordinary(x)
     first = x.detach()[(slice(0, 1),) * x.ndim].reshape(-1)
-    same = ((chunk == first).all() for chunk in pieces(x.detach()))
+    same = ((chunk == first).all() for chunk in flat_chunks(x.detach()))
     return all(same) if x.device.type == "cpu" else functools.reduce(torch.logical_and, same)
 
 
@@ -107,7 +107,7 @@ def rounding(x: Tensor) -> float:
     return eps * (_UNITS_OF_HALF if eps >= _TF32 else _UNITS)
 
 
-def pieces(x: Tensor) -> Iterator[Tensor]:
+def flat_chunks(x: Tensor) -> Iterator[Tensor]:
     """Yields all elements in order, in small flat chunks that do not depend on the strides."""
     max_elements = _words(x.device) * 8 // x.element_size()
     row = math.prod(x.shape[1:])
@@ -116,13 +116,13 @@ def pieces(x: Tensor) -> Iterator[Tensor]:
             yield x.resolve_conj().resolve_neg().contiguous().as_strided((x.numel(),), (1,))  # one element: any strides
     elif row <= max_elements:
         for rows in x.split(max_elements // row):
-            yield from pieces(rows)
+            yield from flat_chunks(rows)
     else:
         for i in range(len(x)):
-            yield from pieces(x[i])
+            yield from flat_chunks(x[i])
 
 
-def _mixed(chunk: Tensor) -> int | Tensor:
+def _mix_words(chunk: Tensor) -> int | Tensor:
     """Sums the words of a chunk, mixed and weighted by position, so that swapped words differ."""
     data = chunk.view(torch.uint8)
     words = data[: len(data) // 8 * 8]
@@ -155,12 +155,12 @@ def _scratch(words: Tensor) -> Tensor:
     return _here.words[: len(words)]
 
 
-def _joined(total: int | Tensor, part: int | Tensor) -> int | Tensor:
+def _combine(total: int | Tensor, part: int | Tensor) -> int | Tensor:
     """Combines two hashes in 64 bits; ints are wrapped explicitly, as tensors do on their own."""
-    return _wrapped(_wrapped(total * _STEP) + part)
+    return _wrap_int(_wrap_int(total * _STEP) + part)
 
 
-def _wrapped(n: int | Tensor) -> int | Tensor:
+def _wrap_int(n: int | Tensor) -> int | Tensor:
     return n if isinstance(n, Tensor) else (n + 2**63) % 2**64 - 2**63
 
 

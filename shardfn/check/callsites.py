@@ -48,7 +48,7 @@ class Site:
     within: str = ""
 
     def __str__(self) -> str:
-        return f"{_short(self.file)}:{self.line}" + (f" (in {self.within})" if self.within else "")
+        return f"{_relative_path(self.file)}:{self.line}" + (f" (in {self.within})" if self.within else "")
 
     @property
     def text(self) -> str:
@@ -99,7 +99,7 @@ class Site:
     def spelled(self, path: str) -> str:
         """Returns the line's spelling of a path, such as `p['w']` for `params['block']['w']`."""
         last = (re.findall(r"\w+", path) or [path])[-1]
-        ends = [node for node in ast.walk(self._statement()) if _end(node) == last]
+        ends = [node for node in ast.walk(self._statement()) if _last_key(node) == last]
         written = [ast.unparse(node) for node in ends]
         return written[0] if len(set(written)) == 1 and path not in written else path
 
@@ -116,19 +116,19 @@ class Site:
     def _parsed(self) -> ast.expr | None:
         """Parses the expression that is computed there."""
         try:
-            return _tree(self.expression or "", "eval").body
+            return _parse(self.expression or "", "eval").body
         except SyntaxError:
             return None
 
     def _statement(self) -> ast.Module:
         """Parses the line by itself; an empty module if it is part of a longer statement."""
         try:
-            return _tree(self.text.split("#")[0].strip(), "exec")
+            return _parse(self.text.split("#")[0].strip(), "exec")
         except SyntaxError:
             return ast.Module([], [])
 
 
-def _tree(source: str, mode: Literal["eval", "exec"]) -> Any:
+def _parse(source: str, mode: Literal["eval", "exec"]) -> Any:
     """Parses in one go: Python 3.11 has one count of a tree's depth for all threads, and fails where another parses.
 
     Nothing but a collection lets another thread run meanwhile.
@@ -189,7 +189,7 @@ def _callsite(code: CodeType, offset: int, line: int, outer: CodeType, outer_off
     return site
 
 
-def _end(node: ast.AST) -> str | None:
+def _last_key(node: ast.AST) -> str | None:
     """Returns the last name or key of an expression that reaches into a tree."""
     if isinstance(node, ast.Attribute):
         return node.attr
@@ -205,7 +205,7 @@ def _span(code: CodeType, instruction: int) -> tuple[int, int, int, int] | None:
     return first, last, start, end
 
 
-def _short(path: str) -> str:
+def _relative_path(path: str) -> str:
     try:
         short = os.path.relpath(path)
     except ValueError:  # another drive
@@ -263,7 +263,7 @@ def caller() -> Caller:
     """
     frame = sys._getframe(2)
     while frame is not None:
-        kind = _kind(frame.f_code.co_filename)
+        kind = _frame_kind(frame.f_code.co_filename)
         if kind != "torch":
             return kind
         frame = frame.f_back  # type: ignore[assignment]
@@ -279,7 +279,7 @@ def stands_in() -> bool:
 
 
 @functools.cache
-def _kind(file: str) -> Caller | Literal["torch"]:
+def _frame_kind(file: str) -> Caller | Literal["torch"]:
     if file.startswith("<eval_with_key>"):  # a module that torch.fx has traced
         return "user"
     if file.startswith(_MODES) or (kind := kind_of(file)) == "between":

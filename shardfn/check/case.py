@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from shardfn.check.callsites import Site
-from shardfn.check.findings import Finding, Kind, line, named, root_of, target
+from shardfn.check.findings import Finding, Kind, axes_text, line, root_of, target
 from shardfn.check.trace import CollectiveCall, Counted, Given, Gradient, Mask, Node, Trace, given_by, reached, union
 from shardfn.check.varying import SCALES, Varying, bits_of, is_number, numbers_of, scales, varying
 
@@ -260,7 +260,7 @@ class Case:
 
     def named(self, axes: Mask) -> str:
         """Returns the names of these axes as Python."""
-        return named(self.trace.names(axes))
+        return axes_text(self.trace.names(axes))
 
     def size(self, axes: Mask) -> int:
         """Returns the number of ranks along these axes."""
@@ -284,7 +284,7 @@ class Case:
 
     def add_call(self, call: CollectiveCall, kind: Kind, axes: Mask, fix: str, text: str) -> None:
         """Adds a finding about a collective call; `text` describes the call, and the fix follows."""
-        subject = f"{call.name} along {named(call.axis_name)}{line(call.site)}"
+        subject = f"{call.name} along {axes_text(call.axis_name)}{line(call.site)}"
         self.add(call.node, kind, axes, "", call.site, fix, f"{subject} {text}. Write: {fix}")
 
 

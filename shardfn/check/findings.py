@@ -126,7 +126,7 @@ def target(site: Site | None) -> str | None:
     return None if site is None else site.target
 
 
-def named(names: object) -> str:
+def axes_text(names: object) -> str:
     """Formats names of axes as Python."""
     if isinstance(names, str):
         return repr(names)

@@ -175,11 +175,11 @@ def joined_at(case: Case, end: int, bit: Mask) -> tuple[FixSite, ...]:
     """Returns the places at which to complete the local reductions of a value, if there are any."""
     fix_sites: dict[int, tuple[FixSite, ...]] = {}
     for node_id in sorted(reached([end], lambda i: _cut(case, i, bit))):  # operands come before their results
-        fix_sites[node_id] = _places(case, node_id, bit, fix_sites)
+        fix_sites[node_id] = _sites_of(case, node_id, bit, fix_sites)
     return fix_sites[end]
 
 
-def _places(case: Case, node_id: int, bit: Mask, fix_sites: Mapping[int, tuple[FixSite, ...]]) -> tuple[FixSite, ...]:
+def _sites_of(case: Case, node_id: int, bit: Mask, fix_sites: Mapping[int, tuple[FixSite, ...]]) -> tuple[FixSite, ...]:
     """Returns the fix sites of a node from those of its parents.
 
     The first op is taken after which no other varying value is combined with the result.

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from shardfn.check.callsites import Site
 from shardfn.check.case import OWN_ROWS, Case, divided, local, scaled_later
-from shardfn.check.findings import Kind, given_at, line, named, target, written
+from shardfn.check.findings import Kind, axes_text, given_at, line, target, written
 from shardfn.check.fixes import derived, joined_at, original
 from shardfn.check.trace import CollectiveCall, Gradient, Mask, Node, Output, Summed, Used, reached, union
 from shardfn.check.varying import bits_of, numbers_of
@@ -39,7 +39,7 @@ def added_up(case: Case, event: Gradient) -> None:
         return
     node = case.trace.nodes[mean]
     fix = _mean_along(case, event.loss, mean, bad)
-    totals = _totals(case, mean)
+    totals = _mean_sums(case, mean)
     problem = f"is summed along {case.named(totals[0].axes)} alone" if totals else "is a mean over this rank's rows"
     case.add(
         mean, "losses", bad, "", node.site, fix,
@@ -78,7 +78,7 @@ def _repeated(case: Case, event: Gradient, bit: Mask) -> None:
     )  # fmt: skip
 
 
-def _totals(case: Case, mean: int) -> list[Node]:
+def _mean_sums(case: Case, mean: int) -> list[Node]:
     """Returns the two sums over ranks whose quotient is a mean; none for a local mean."""
     totals = [case.types.total[p] for p in case.trace.nodes[mean].parents if case.types.total[p] >= 0]
     return [case.trace.nodes[total] for total in totals] if len(totals) == 2 else []
@@ -86,7 +86,7 @@ def _totals(case: Case, mean: int) -> list[Node]:
 
 def _mean_along(case: Case, loss: int, mean: int, more: Mask) -> str:
     """Returns the call that extends a mean to more axes."""
-    totals = _totals(case, mean)
+    totals = _mean_sums(case, mean)
     if totals:
         argument = given_at(totals[0].site)
         return f"shardfn.psum({argument}, {case.named(totals[0].axes | more)})"
@@ -203,7 +203,7 @@ def undeclared(case: Case) -> None:
         for output in case.trace.events if variables_by_node else ():
             if isinstance(output, Output) and output.allowed is None:
                 partial(case, bit, variables_by_node.get(output.node, 0) & ~exchanged, output.path)
-    parts(case, "parts")
+    partial_gradients(case, "parts")
 
 
 def _carried(variables_by_node: dict[int, int], node_id: int, parents: Iterable[int]) -> None:
@@ -211,12 +211,12 @@ def _carried(variables_by_node: dict[int, int], node_id: int, parents: Iterable[
         variables_by_node[node_id] = variables_by_node.get(node_id, 0) | variables
 
 
-def parts(case: Case, kind: Kind = "gradient") -> None:
+def partial_gradients(case: Case, kind: Kind = "gradient") -> None:
     """Reports parameters with partial gradients, and the place for a `pvary` that sums them."""
     groups: dict[tuple[Site | None, Mask, str], dict[int, int]] = {}
     undeclared_paths = {e.path for e in case.trace.events if isinstance(e, Output) and e.allowed is None}
     for index, (axes, _) in case.partial.items():
-        for (meeting_id, through), meeting_axes in _places(case, index, axes).items():
+        for (meeting_id, through), meeting_axes in _meeting_places(case, index, axes).items():
             site = case.trace.nodes[meeting_id].site if meeting_id >= 0 else None
             groups.setdefault((site, meeting_axes, through), {})[index] = meeting_id
     placed = union(axes for site, axes, _ in groups if site is not None)
@@ -231,7 +231,7 @@ def parts(case: Case, kind: Kind = "gradient") -> None:
         if tree_path or len(members) == 1:
             subject = f"{tree_path}, in all its tensors, is" if tree_path else f"{first.path} is"
         path = tree_path or first.path
-        fix = f"shardfn.pvary({through or (site.spelled(path) if site else path)}, {named(names)})"
+        fix = f"shardfn.pvary({through or (site.spelled(path) if site else path)}, {axes_text(names)})"
         node_id = meetings[members[0]]
         op = case.trace.nodes[node_id].op
         location = f"{line(site)}, where {through or 'it'} meets what varies, in {op}" if site else ""
@@ -241,13 +241,13 @@ def parts(case: Case, kind: Kind = "gradient") -> None:
             alternative += "; or, where each rank takes steps of its own, write it outside of what is differentiated"
         case.add(
             node_id if site else first.node, kind, axes, path, site, fix,
-            f"{subject} the same on all ranks along {named(names)}, but the gradient that goes into "
+            f"{subject} the same on all ranks along {axes_text(names)}, but the gradient that goes into "
             f"{consumer} varies there: on each rank it is that rank's part alone. Write {fix}{location}: its transpose "
             f"adds up the parts{alternative}{_mean_besides(case, members, axes)}",
         )  # fmt: skip
 
 
-def _places(case: Case, index: int, axes: Mask) -> dict[tuple[int, str], Mask]:
+def _meeting_places(case: Case, index: int, axes: Mask) -> dict[tuple[int, str], Mask]:
     """Returns the places at which a variable meets varying values, each with its axes.
 
     A place is a node, -1 if unknown, and the source of the operand through which the variable comes. Leaves out places
@@ -258,7 +258,7 @@ def _places(case: Case, index: int, axes: Mask) -> dict[tuple[int, str], Mask]:
         meeting_id = _meeting_node(case, index, axis, case.types.first)
         meeting_id = meeting_id if meeting_id >= 0 else _meeting_node(case, index, axis, case.types.touched)
         if meeting_id < 0:
-            is_reported = _outside(case, index, 1 << axis) or _follows(case, 1 << axis)
+            is_reported = _report_outer_pvary(case, index, 1 << axis) or _follows(case, 1 << axis)
         else:
             is_reported = meeting_id in case.added
         if not is_reported:
@@ -303,7 +303,7 @@ def _follows(case: Case, axes: Mask) -> bool:
     return any(finding.kind in ("sum", "vary", "losses") and names & set(finding.axes) for _, finding in case.findings)
 
 
-def _outside(case: Case, index: int, axes: Mask) -> bool:
+def _report_outer_pvary(case: Case, index: int, axes: Mask) -> bool:
     """Reports a `pvary` of a variable outside of the differentiated function."""
     for event in case.trace.gradients():
         for variable_id, _ in event.pairs:
@@ -344,7 +344,7 @@ def _sum_of_means(case: Case, call: CollectiveCall, event: Gradient) -> None:
     if not bad or any(divided(case, event, axes) for axes in {bad, local_axes}):
         return
     case.add_call(
-        call, "means", bad, f"shardfn.pmean({case.expression(call)}, {named(call.axis_name)})",
+        call, "means", bad, f"shardfn.pmean({case.expression(call)}, {axes_text(call.axis_name)})",
         f"adds up gradients of losses that are means over each rank's rows{line(case.trace.nodes[mean].site)}: they "
         f"are {case.size(bad)} times those of the mean over all rows",
     )  # fmt: skip
@@ -364,7 +364,7 @@ def _mean_of_parts(case: Case, call: CollectiveCall, event: Gradient) -> None:
     if scaled_later(case, gradients, event.end, lambda n, _: math.isclose(n * ranks, 1)):
         return
     case.add_call(
-        call, "means", bad, f"shardfn.psum({case.expression(call)}, {named(call.axis_name)})",
+        call, "means", bad, f"shardfn.psum({case.expression(call)}, {axes_text(call.axis_name)})",
         f"is given the gradients of a loss that is reduced along {case.named(bad)} already: each rank's is its part, "
         f"and their sum is the gradient, which this divides by {ranks}",
     )  # fmt: skip

@@ -10,7 +10,7 @@ from shardfn.quoting import listed
 
 def hints(case: Case) -> list[str]:
     """Returns a sentence for each hint."""
-    return [*_unused(case), *_local(case)] if not case.trace.prefix else []
+    return [*_unused(case), *_local_metric_hints(case)] if not case.trace.prefix else []
 
 
 def _unused(case: Case) -> list[str]:
@@ -33,7 +33,7 @@ def _unused(case: Case) -> list[str]:
     )
 
 
-def _local(case: Case) -> list[str]:
+def _local_metric_hints(case: Case) -> list[str]:
     """Returns hints about local metrics: single numbers of local rows that are returned under `...`."""
     texts = []
     for event in case.trace.events:

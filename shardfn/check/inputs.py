@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from shardfn.check.case import Argument, Case
-from shardfn.check.findings import given_at, line, named
+from shardfn.check.findings import axes_text, given_at, line
 from shardfn.check.ops import DISTRIBUTIONS
-from shardfn.check.reductions import rows
+from shardfn.check.reductions import local_row_axes
 from shardfn.check.trace import Gradient, Mask, Node, Ordered, reached, union
 from shardfn.check.values import Evidence, Values
 from shardfn.check.varying import bits_of
@@ -23,7 +23,7 @@ def replica(case: Case, argument: Argument) -> None:
     case.add(
         argument.node, "replica", bad, argument.path, None,
         "start all ranks from one seed, or from rank 0's value",
-        f"{argument.path} is declared to be the same on all ranks along {named(names)}"
+        f"{argument.path} is declared to be the same on all ranks along {axes_text(names)}"
         f"{f' ({argument.spec})' if argument.spec else ''}, but its bits differ there. Start all ranks from one "
         f"seed (shardfn.init_sharded does), or declare how it is cut",
     )  # fmt: skip
@@ -98,7 +98,7 @@ def _told_where_met(case: Case, node_id: int, random_ids: set[int], reported: se
     node = case.trace.nodes[node_id]
     for noise in random_ids.intersection(node.parents):
         row_parents = [p for p in node.parents if p not in random_ids and _for_each_row(case, noise, p, node_id)]
-        same = union(rows(case, p) for p in row_parents) & ~case.types.along[noise]
+        same = union(local_row_axes(case, p) for p in row_parents) & ~case.types.along[noise]
         same &= ~case.compared.watched.get(node_id, 0)
         if not same or same in reported:  # one report is enough for all draws along these axes
             continue

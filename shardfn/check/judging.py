@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from shardfn.check import gradients, inputs, reductions
 from shardfn.check.callsites import Site
 from shardfn.check.case import Case
-from shardfn.check.findings import PROBABLY, Finding, Kind, line, named, target
+from shardfn.check.findings import PROBABLY, Finding, Kind, axes_text, line, target
 from shardfn.check.fixes import reduction
 from shardfn.check.trace import (
     JOINING,
@@ -62,7 +62,7 @@ def judged(case: Case) -> list[Finding]:
     inputs.noise_of_rows(case)
     inputs.batch_statistics(case)
     inputs.orders(case)
-    gradients.parts(case)
+    gradients.partial_gradients(case)
     gradients.undeclared(case)
     # What comes after a prefix can refute guesses, but not those from before an optimizer's step.
     last = max((event.gradient for event in trace.events if isinstance(event, Used)), default=-1)
@@ -96,8 +96,8 @@ def _returned(case: Case, output: Output, differs: Mask) -> None:
         names = case.trace.names(unseen)
         case.add(
             output.node, "output", unseen, output.path, case.trace.nodes[output.node].site,
-            f"shardfn.pmean({output.path}, {named(names)}) of a mean, shardfn.psum of a part of a sum",
-            f"{output.path} is declared to be the same on all ranks along {named(names)}, but its numbers differ "
+            f"shardfn.pmean({output.path}, {axes_text(names)}) of a mean, shardfn.psum of a part of a sum",
+            f"{output.path} is declared to be the same on all ranks along {axes_text(names)}, but its numbers differ "
             f"there, and nothing that it was seen to be made of does. Make it the same (by shardfn.pmean if it is a "
             f"mean over rows, by shardfn.psum if it is a part of a sum), or name the axis in its spec",
             unseen=True,
@@ -171,11 +171,11 @@ def _varies(
     names = case.trace.names(bad)
     kind: Kind = "closure" if nodes and all(n.root == "closure" for n in nodes) else "output"
     where, fix = reduction(case, path, node_id, bad, nodes)
-    instead = "" if kind == "closure" else f", or declare how it is cut: a spec that names {named(names)}"
+    instead = "" if kind == "closure" else f", or declare how it is cut: a spec that names {axes_text(names)}"
     case.add(
         node_id, kind, bad, path, where, fix,
-        f"{path}{line(site)} varies along {named(names)}{case.because(node_id, bad)}, but its spec says that it is the "
-        f"same on all ranks there. Write: {fix}{line(where) if where != site else ''}{instead}",
+        f"{path}{line(site)} varies along {axes_text(names)}{case.because(node_id, bad)}, but its spec says that it is "
+        f"the same on all ranks there. Write: {fix}{line(where) if where != site else ''}{instead}",
     )  # fmt: skip
 
 

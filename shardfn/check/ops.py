@@ -41,7 +41,7 @@ def op(values: Values, func: Any, facts: Facts, args: Any, kwargs: dict[str, Any
     parents = () if facts.kind == "like" else tuple(dict.fromkeys(map(values.node_of, inputs)))
     if parents and torch.is_grad_enabled() and not values.trace.unfollowed:
         values.trace.unfollowed = any(x.requires_grad and not values.follows(x) for x in inputs)
-    stream = _stream([*args, *kwargs.values()], inputs[0].device) if facts.distributed and inputs else None
+    stream = _generator_state([*args, *kwargs.values()], inputs[0].device) if facts.distributed and inputs else None
     for x in inputs if stream is not None else ():
         values.note(values.watched, values.node_of(x), values.site(), facts.digest + 2, x)
     out = func(*args, **kwargs)
@@ -88,7 +88,7 @@ def _add_op_node(
 ) -> int:
     first = results[0]
     root: Root = "" if parents else "constant"
-    numbers, caller = _numbers(args, kwargs, facts.sizes), callsites.caller()
+    numbers, caller = _python_numbers(args, kwargs, facts.sizes), callsites.caller()
     dims = _dims(facts, args, inputs)
     node = Node(
         facts.base, parents, values.site(), root=root, backward=autograd.inside_backward(),
@@ -99,11 +99,11 @@ def _add_op_node(
     if facts.base == "mean" and inputs and not node.by_row:
         node.count = max(inputs[0].numel() // max(first.numel(), 1), 1)
     elif facts.base in ("sum", "dot") and inputs and not node.by_row:
-        node.rows = _rows(dims, inputs[0])
+        node.rows = _row_counts(dims, inputs[0])
     elif facts.reduction is not None:
         reduction = args[facts.reduction] if facts.reduction < len(args) else MEAN
         node.count = args[0].numel() if reduction == MEAN else 0
-        node.rows = _rows([], args[1 if facts.base.startswith("nll_loss") else 0]) if reduction == SUM else ()
+        node.rows = _row_counts([], args[1 if facts.base.startswith("nll_loss") else 0]) if reduction == SUM else ()
     elif facts.statistics and _trains(facts, args, kwargs) and not callsites.called_by("instance_norm"):
         node.root = "statistics"
     node.number = _divisor(facts.base, args)
@@ -125,7 +125,7 @@ def _add_op_node(
     return node_id
 
 
-def _stream(arguments: list[Any], device: torch.device) -> Tensor:
+def _generator_state(arguments: list[Any], device: torch.device) -> Tensor:
     """Returns the state of the generator that an op on a device is about to draw from."""
     with quietly():
         for argument in arguments:
@@ -183,7 +183,7 @@ def _foreach_op(values: Values, func: Any, facts: Facts, args: Any, kwargs: Any)
         read = [v[i] for k, v in lists if len(v) == length and not (copies and k in facts.writes)]
         parents.append(tuple(dict.fromkeys((*map(values.node_of, read), *shared_nodes))))
     out = func(*args, **kwargs)
-    numbers = _numbers(args, kwargs, frozenset())
+    numbers = _python_numbers(args, kwargs, frozenset())
     for i in range(length):
         template = lists[0][1][i]
         node_id = values.add(
@@ -206,7 +206,7 @@ def _foreach_op(values: Values, func: Any, facts: Facts, args: Any, kwargs: Any)
     return out
 
 
-def _numbers(args: Any, kwargs: Any, sizes: frozenset[int | str]) -> tuple[Any, ...]:
+def _python_numbers(args: Any, kwargs: Any, sizes: frozenset[int | str]) -> tuple[Any, ...]:
     """Returns the Python numbers among an op's arguments, except for shapes."""
     numbers: list[Any] = []
     for k, v in (*enumerate(args), *kwargs.items()):
@@ -239,7 +239,7 @@ def _divisor(base: str, args: Any) -> float | None:
     return float(nearest) if math.isclose(inverse, nearest, rel_tol=1e-12) else inverse
 
 
-def _rows(dims: list[int], x: Tensor) -> tuple[int, ...]:
+def _row_counts(dims: list[int], x: Tensor) -> tuple[int, ...]:
     """Returns the numbers of elements in the first summed dimension, in the first two, and so on."""
     shape = [n for d, n in enumerate(x.shape) if not dims or d in dims]
     return tuple(itertools.accumulate(shape, operator.mul)) if x.numel() > 1 else ()

@@ -356,7 +356,7 @@ COLLECTIVES = {
 """What each takes and returns: V for varying, I for invariant."""
 
 
-def pieces(tree: Any) -> dict[int, tuple[str, ...]]:
+def shard_axes(tree: Any) -> dict[int, tuple[str, ...]]:
     """Returns the axes that shard each flat shard in a tree, by the identity of its values."""
     nodes = optree.tree_leaves(tree, is_leaf=lambda node: hasattr(node, "layout") and hasattr(node, "values"))
     return {

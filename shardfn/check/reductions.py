@@ -8,7 +8,7 @@ import re
 from collections.abc import Container, Iterator
 
 from shardfn.check.case import OWN_ROWS, Case, may_be, scaled_later
-from shardfn.check.findings import line, named, written
+from shardfn.check.findings import axes_text, line, written
 from shardfn.check.fixes import PRODUCTS, original
 from shardfn.check.trace import CollectiveCall, Counted, Gradient, Mask, reached, union
 from shardfn.check.varying import MEANS, SCALES, bits_of
@@ -96,7 +96,7 @@ def gathered_means(case: Case, call: CollectiveCall) -> None:
 
 def _over_its_own_rows(case: Case, call: CollectiveCall) -> None:
     """Reports a sum over all ranks' rows that is divided by the number of local rows."""
-    counts, bad = case.types.rows[call.node], call.axes & rows(case, call.node)
+    counts, bad = case.types.rows[call.node], call.axes & local_row_axes(case, call.node)
     total = _sum_of(case, call)
     if not counts or not bad or total is None or case.types.mean[call.node] >= 0 or _weighed(case, call, bad):
         return
@@ -106,7 +106,7 @@ def _over_its_own_rows(case: Case, call: CollectiveCall) -> None:
         number = case.trace.nodes[node_id].number
         if number != factor or number not in _counts(counts, case.size(bad)):
             continue
-        site, names = case.trace.nodes[node_id].site, named(call.axis_name)
+        site, names = case.trace.nodes[node_id].site, axes_text(call.axis_name)
         fix = f"shardfn.psum({(site.divisor if site else None) or 'count'}, {names})"
         case.add(
             node_id, "means", bad, "", site, fix,
@@ -121,7 +121,7 @@ def local_count(case: Case, event: Counted) -> None:
     """Reports a total that `accumulate` divides by a local count, or by a count reduced differently."""
     nodes, types = case.trace.nodes, case.types
     summed = nodes[types.total[event.total]].axes if types.total[event.total] >= 0 else 0
-    axes, averaged = summed | rows(case, event.total), _averaged_over(case, event.total)
+    axes, averaged = summed | local_row_axes(case, event.total), _averaged_over(case, event.total)
     counts_local_rows = event.number in (*types.rows[event.total], *(1 / n for n in case.divisors(event.total, 0)))
     bad = axes & types.along[event.by] if event.by >= 0 else (axes & ~averaged) * counts_local_rows
     if not bad:
@@ -248,11 +248,11 @@ def _has_all_rows(case: Case, axes: Mask) -> bool:
 
 def _mean_of_sums(case: Case, call: CollectiveCall) -> None:
     """Reports a mean over ranks of local sums that is divided by the count of all rows, or by none."""
-    counts, bad = case.types.rows[call.node], call.axes & rows(case, call.node)
+    counts, bad = case.types.rows[call.node], call.axes & local_row_axes(case, call.node)
     result, divisors = _sum_of(case, call), case.divisors(call.node)
     if not counts or not bad or result is None or case.types.mean[call.node] >= 0 or math.inf in divisors:
         return
-    ranks, names = case.size(bad), named(call.axis_name)
+    ranks, names = case.size(bad), axes_text(call.axis_name)
     by_ranks = _averaged(case, call)
     result = result if by_ranks is None else by_ranks
     uses = [(node_id, number * math.prod(divisors)) for node_id, number in [(result, 1.0), *_scaled(case, result)]]
@@ -314,7 +314,7 @@ def _added_before(case: Case, call: CollectiveCall) -> None:
 
 
 def _say_added(case: Case, call: CollectiveCall, node_id: int, last: bool, axes: Mask) -> None:
-    node, names = case.trace.nodes[node_id], named(call.axis_name)
+    node, names = case.trace.nodes[node_id], axes_text(call.axis_name)
     left, right = (node.site.sides if node.site else None) or ("...", "...")
     term = right if last else left
     fix = f"shardfn.psum({left if last else right}, {names})"
@@ -393,7 +393,7 @@ def _own_mean(case: Case, call: CollectiveCall, axes: Mask) -> bool:
     return mean >= 0 and any(not case.same(mean, b) for b in bits_of(axes & case.types.along[mean]))
 
 
-def rows(case: Case, node_id: int) -> Mask:
+def local_row_axes(case: Case, node_id: int) -> Mask:
     """Returns the axes along which a value is made of this rank's rows alone."""
     return sum(bit for bit in bits_of(case.types.along[node_id]) if case.of_rows(bit)[node_id] == OWN_ROWS)
 
@@ -417,7 +417,7 @@ def _by_parts(case: Case, mean: int) -> bool:
 def _rows_of_mean(case: Case, mean: int) -> Mask:
     """Returns the axes along which what a mean is taken of, rather than its targets, is made of local rows alone."""
     node = case.trace.nodes[mean]
-    return rows(case, node.parents[0] if node.op.startswith("nll_loss") else mean)
+    return local_row_axes(case, node.parents[0] if node.op.startswith("nll_loss") else mean)
 
 
 def _takes_one(case: Case, node_id: int, sharded: Container[int]) -> bool:
@@ -477,12 +477,12 @@ def misplaced(case: Case, call: CollectiveCall) -> None:
         )  # fmt: skip
         return
     if call.name in _SUMS and call.number is None:
-        _sum(case, call, varying_axes)
+        _report_sum(case, call, varying_axes)
     if call.name in _ONCE and varying_axes & call.axes and not _starts_local_state(case, call):
         twice = varying_axes & call.axes
         valid = case.trace.names(call.axes & ~varying_axes)
         if valid:
-            fix = f"shardfn.{call.name}({case.expression(call)}, {named(valid)})"
+            fix = f"shardfn.{call.name}({case.expression(call)}, {axes_text(valid)})"
         elif call.name == "local_slice" and case.types.backward[call.node] & twice:
             fix = f"shardfn.reduce_scatter({case.expression(call)}, {case.named(twice)})"
         else:
@@ -516,7 +516,7 @@ def _summed_before(case: Case, node_id: int, missing: Mask) -> bool:
     return nodes[node_id].op == "psum" and bool(nodes[node_id].axes & missing) and not divisors
 
 
-def _sum(case: Case, call: CollectiveCall, varying_axes: Mask) -> None:
+def _report_sum(case: Case, call: CollectiveCall, varying_axes: Mask) -> None:
     missing, types = call.axes & ~varying_axes, case.types
     argument = case.expression(call)
     matters = call.name != "pmean" or bool(types.depends[call.node] and not types.gradient[call.node])
@@ -527,21 +527,22 @@ def _sum(case: Case, call: CollectiveCall, varying_axes: Mask) -> None:
         times = case.size(missing)
         instead = varying or other_axes
         fix = (
-            f"shardfn.{call.name}({argument}, {named(instead)})" if instead
-            else f"shardfn.local_slice({argument}, {named(call.axis_name)})" if call.name == "reduce_scatter"
+            f"shardfn.{call.name}({argument}, {axes_text(instead)})" if instead
+            else f"shardfn.collectives.local_slice({argument}, {axes_text(call.axis_name)})"
+            if call.name == "reduce_scatter"
             else f"leave {call.name} out: {argument}"
         )  # fmt: skip
         effect = (
             f"divides its derivative by {times}" if call.name == "pmean"
             else f"makes it {times} times as large"
         )  # fmt: skip
-        hint = f"; it varies along {named(other_axes)}" if other_axes and not varying else ""
+        hint = f"; it varies along {axes_text(other_axes)}" if other_axes and not varying else ""
         same = f"is given a value that is the same on all ranks along {case.named(missing)}"
         case.add_call(call, "sum", missing, fix, f"{same}, and {effect}{hint}")
     mean = types.mean[call.node]
     uneven = case.compared.counts.get(mean, 0) & call.axes if mean >= 0 and call.own else 0
     if uneven:
-        axis = named(call.axis_name)
+        axis = axes_text(call.axis_name)
         case.add_call(
             call, "means", uneven, f"shardfn.psum(total, {axis}) / shardfn.psum(count, {axis})",
             f"is given means, made{line(case.trace.nodes[mean].site)}, over numbers of rows that differ between ranks "

@@ -108,7 +108,7 @@ def _type(types: Varying, trace: Trace, node_id: int, node: Node, differs: Mask)
         case "exactly":
             axes = node.axes | differs
     types.along.append(axes)
-    _explain(types, trace, node_id, node, axes, differs)
+    _append_facts(types, trace, node_id, node, axes, differs)
     followed = node.records and not (node.effect == "exactly" and node.root == "")
     through = parents if node.records and node.root != "parameter" else ()
     depends = node.variable | union(types.depends[p] for p in through)
@@ -146,7 +146,7 @@ def _type(types: Varying, trace: Trace, node_id: int, node: Node, differs: Mask)
     types.updated.append(tuple(updated_by_axis))
 
 
-def _explain(types: Varying, trace: Trace, node_id: int, node: Node, axes: Mask, differs: Mask) -> None:
+def _append_facts(types: Varying, trace: Trace, node_id: int, node: Node, axes: Mask, differs: Mask) -> None:
     """Appends the facts that do not depend on the axis."""
     parents = node.parents
     backward = axes if node.backward else 0
@@ -155,9 +155,9 @@ def _explain(types: Varying, trace: Trace, node_id: int, node: Node, axes: Mask,
     holds, gradient, mean, total = node.variable, 0, -1, -1
     rows: tuple[int, ...] = ()
     divisors: tuple[tuple[float, Mask], ...] = ()
-    counted = types.counted[node_id] = _counted(types, trace, node) if scales(node) and parents else 0
+    counted = types.counted[node_id] = _counted_axes(types, trace, node) if scales(node) and parents else 0
     for p in parents:
-        backward |= types.backward[p] & axes & ~exchanged(node)
+        backward |= types.backward[p] & axes & ~exchanged_axes(node)
         declared = declared or types.declared[p]
         guessed = guessed or types.guessed[p]
         gradient |= types.gradient[p]
@@ -198,7 +198,7 @@ def _explain(types: Varying, trace: Trace, node_id: int, node: Node, axes: Mask,
     types.total.append(total)
 
 
-def exchanged(node: Node) -> Mask:
+def exchanged_axes(node: Node) -> Mask:
     """Returns the axes along which an op of a forward pass exchanged values between ranks."""
     return node.axes if node.effect == "plus" and node.op != "pvary" and not node.backward else 0
 
@@ -208,7 +208,7 @@ def scales(node: Node) -> bool:
     return node.op.removeprefix("_foreach_").removesuffix("_") in ("mul", "div")
 
 
-def _counted(types: Varying, trace: Trace, node: Node) -> Mask:
+def _counted_axes(types: Varying, trace: Trace, node: Node) -> Mask:
     """Returns the axes whose ranks a division counts, as that of `pmean` does; 0 if unknown."""
     if node.number is not None:
         total = trace.nodes[node.parents[0]]
@@ -242,7 +242,7 @@ def _divides(types: Varying, trace: Trace, node: Node, rows: tuple[int, ...]) ->
 def _updated(
     types: Varying, trace: Trace, node: Node, parents: tuple[int, ...], bit: Mask, axis: int, axes: Mask
 ) -> int:
-    if not axes & bit & ~exchanged(node):
+    if not axes & bit & ~exchanged_axes(node):
         return 0
     larger = [p for p in parents if is_number(trace.nodes[p]) or not is_number(node)]  # their norm is no new value
     updated = union(types.updated[p][axis] for p in larger)
@@ -293,7 +293,7 @@ def typeof(x: Tensor) -> str:
         TypeError: the argument is not a tensor.
 
     Example:
-        ``print(sf.typeof(loss))``
+        ``print(sf.check.typeof(loss))``
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"typeof: x must be a tensor, got {type(x).__name__}")

@@ -229,7 +229,7 @@ def parameters(tree: Any) -> Iterator[tuple[str, Any, Ints]]:
         if isinstance(leaf, Tensor):
             yield _name(tokens), leaf, tuple(leaf.shape)
         elif is_unit(leaf) and leaf.values is not None:
-            for number, keys in _keys(tokens, leaf).items():
+            for number, keys in _keys_by_number(tokens, leaf).items():
                 yield _name(keys), Single(leaf, number), leaf.layout.whole_shape(number)
 
 
@@ -311,7 +311,7 @@ def _add_flat(
     if node.values is None:
         return
     names, values, rank = {}, node.values.detach(), process_groups.global_rank()
-    for index, keys in (_keys(tokens, node) if single is None else {single: tokens}).items():
+    for index, keys in (_keys_by_number(tokens, node) if single is None else {single: tokens}).items():
         name = names[index] = _name(keys)
         _add_name(result, name, keys)
         packed = layout.packed_at(index)
@@ -323,7 +323,9 @@ def _add_flat(
     for index, start, stop, offset in layout.cuts_of(rank) if copies else ():
         if index in copies:
             copies[index].parts.append(values[offset - first : offset - first + stop - start])
-    for index, box, offset in _cut(layout, rank, shared and not by_rank, values.element_size(), most_of(values)):
+    for index, box, offset in _piece_boxes(
+        layout, rank, shared and not by_rank, values.element_size(), most_of(values)
+    ):
         if index in names:
             part = values[offset - first : offset - first + box.numel].view(box.sizes)
             result.boxes.append(LocalBox(names[index], box, part))
@@ -333,7 +335,7 @@ def _add_blocks(result: Contents, tokens: tuple[Any, ...], node: Blocks, shared:
     layout, rank = node.layout, process_groups.global_rank()
     result.grids.append(layout.grid)
     result.exact = result.exact or layout.placement.exact
-    keys = _keys(tokens, node)
+    keys = _keys_by_number(tokens, node)
     shapes = {number: blocks.whole_shape(layout, number) for number in keys}
     copies: dict[int, ReplicatedCopy | None] = {}
     for number, tokens_of in keys.items():
@@ -352,24 +354,24 @@ def _add_blocks(result: Contents, tokens: tuple[Any, ...], node: Blocks, shared:
             result.boxes.append(LocalBox(_name(keys[number]), box, values[start:stop].view(box.sizes)))
 
 
-def _keys(tokens: tuple[Any, ...], node: FlatShard | Piece | Blocks) -> dict[int, tuple[Any, ...]]:
+def _keys_by_number(tokens: tuple[Any, ...], node: FlatShard | Piece | Blocks) -> dict[int, tuple[Any, ...]]:
     """The parameters of a node by number, each with its keys from the root."""
     layout: Layout = node.layout
     numbers = range(len(layout.entries)) if is_flat(node) else node.entries  # type: ignore[union-attr]
     prefix, stage = split_keys(tokens, layout)
-    inside = _inside(layout)
+    inside = _parameter_keys(layout)
     return {number: (*prefix, *stage, *inside[number]) for number in numbers}
 
 
 @functools.lru_cache(maxsize=4096)
-def _inside(layout: Layout) -> list[tuple[Any, ...]]:
+def _parameter_keys(layout: Layout) -> list[tuple[Any, ...]]:
     """The keys of each parameter in its stage's tree."""
     accessors = optree.treespec_accessors(layout.tree)
     return [_tokens(accessors[entry.leaves[0]]) for entry in layout.entries]
 
 
 @functools.lru_cache(maxsize=4096)
-def _cut(layout: Layout, rank: int, shared: bool, width: int, max_bytes: int) -> list[tuple[int, Box, int]]:
+def _piece_boxes(layout: Layout, rank: int, shared: bool, width: int, max_bytes: int) -> list[tuple[int, Box, int]]:
     """A rank's piece as boxes of at most `max_bytes`: parameter index, box, and offset in the piece, for each."""
     numbers = {entry.path: index for index, entry in enumerate(layout.entries)}
     begin = layout.index(rank) * layout.piece

@@ -147,7 +147,7 @@ def unpickled(descriptor: int, offset: int, length: int, *, values: bool = True)
         Flaw: it cannot be read, or a checksum does not match.
     """
     if values:
-        checked(descriptor, offset, length)
+        checked_records(descriptor, offset, length)
     try:
         item = io.BufferedReader(Item(descriptor, offset, length))
         return torch.load(item, map_location="cpu" if values else "meta", weights_only=True)
@@ -155,7 +155,7 @@ def unpickled(descriptor: int, offset: int, length: int, *, values: bool = True)
         raise Flaw(f"it cannot be read: {str(error).partition(chr(10))[0] or type(error).__name__}") from error
 
 
-def checked(
+def checked_records(
     descriptor: int, offset: int, length: int, *, values: bool = True, share: tuple[int, int] = (0, 1)
 ) -> dict[str, int]:
     """Compares the records of a `torch.save` item with their checksums; records of tensor elements only if `values`.

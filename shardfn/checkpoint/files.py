@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardfn.checkpoint import disk, safetensors
 from shardfn.checkpoint.contents import SCALARS, LocalBox, TensorType, lack
-from shardfn.checkpoint.disk import Flaw, checked
+from shardfn.checkpoint.disk import Flaw, checked_records
 from shardfn.checkpoint.manifest import Entries
 from shardfn.checkpoint.reading import BoxReader
 from shardfn.checkpoint.team import CheckpointError
@@ -108,15 +108,15 @@ class FileReader(BoxReader):
         for file in (path.parent / name for name in sorted(set(where.values()))):
             expected = {name for name in where if name and path.parent / where[name] == file}
             if of_torch:
-                self._checksums[file] = _compare(file, values=False)
+                self._checksums[file] = _verify_checksums(file, values=False)
             names = set[str]()
-            for name, leaf in _of_torch(file) if of_torch else safetensors.tensors_in(file):
+            for name, leaf in _of_torch(file) if of_torch else safetensors.mapped_tensors(file):
                 if of_torch or name in expected or not expected:
                     self.source.add(name, file, leaf)
                     names.add(name)
             if missing := [name for name in where if name in expected - names]:
                 raise CheckpointError(f"{file} has no {listed(missing)}, though {path.name} says so")
-            self._places |= _places(file, [x for name, x in self.tensors.items() if name in names])
+            self._places |= _mapped_range(file, [x for name, x in self.tensors.items() if name in names])
 
     def identity(self) -> str:
         """A text that is equal for equal files: the checksums in torch.save files, or of a sample of bytes."""
@@ -134,7 +134,7 @@ class FileReader(BoxReader):
             CheckpointError: a file is damaged.
         """
         for file in self._checksums:
-            _compare(file, True, self._share)
+            _verify_checksums(file, True, self._share)
 
     def fill(self, plan: Iterable[LocalBox]) -> None:
         """Fills each box from the tensor of its name, converting the dtype."""
@@ -148,7 +148,7 @@ class FileReader(BoxReader):
     def release_pages(self) -> None:
         """Releases the memory of mapped pages that have been read."""
         for address, nbytes in self._places:
-            mapping.left(address, nbytes)
+            mapping.drop_pages(address, nbytes)
 
 
 def _version(path: Path) -> tuple[int, ...]:
@@ -166,7 +166,7 @@ def _of_torch(file: Path) -> Iterator[tuple[str, Any]]:
     return ((dotted(accessor) or "value", leaf) for accessor, leaf in zip(accessors, leaves, strict=True))
 
 
-def _places(file: Path, mapped: Iterable[Tensor]) -> set[tuple[int, int]]:
+def _mapped_range(file: Path, mapped: Iterable[Tensor]) -> set[tuple[int, int]]:
     """The address and length of the mapping of a file, found from one of its tensors."""
     x = next((x for x in mapped if x.numel()), None)
     mapped_range = None if x is None else mapping.private(str(file), x.untyped_storage().data_ptr())
@@ -189,7 +189,7 @@ def _unpickled(file: Path) -> Any:
         raise CheckpointError(f"{file} cannot be read: {str(error).partition(chr(10))[0]}") from error
 
 
-def _compare(file: Path, values: bool, share: tuple[int, int] = (0, 1)) -> dict[str, int]:
+def _verify_checksums(file: Path, values: bool, share: tuple[int, int] = (0, 1)) -> dict[str, int]:
     """Compares the checksums in a `torch.save` file, as `checked` does, and returns them."""
     with disk.open_readonly(file) as descriptor:
         if not zipfile.is_zipfile(file):
@@ -198,6 +198,6 @@ def _compare(file: Path, values: bool, share: tuple[int, int] = (0, 1)) -> dict[
                 f"torch.load(path, weights_only=True) and torch.save"
             )
         try:
-            return checked(descriptor, 0, file.stat().st_size, values=values, share=share)
+            return checked_records(descriptor, 0, file.stat().st_size, values=values, share=share)
         except Flaw as error:
             raise CheckpointError(f"{file} is damaged: {error}") from error

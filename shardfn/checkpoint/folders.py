@@ -102,10 +102,10 @@ def manifests(root: Path) -> dict[Path, Manifest | str]:
     by_path = {
         path: intact(restored(path)) for path in map(root.joinpath, names_in(root)) if is_checkpoint(restored(path))
     }
-    return dict(sorted(by_path.items(), key=lambda pair: (_number(pair[1]), pair[0])))
+    return dict(sorted(by_path.items(), key=lambda pair: (_checkpoint_number(pair[1]), pair[0])))
 
 
-def _number(manifest: Manifest | str) -> int:
+def _checkpoint_number(manifest: Manifest | str) -> int:
     return 0 if isinstance(manifest, str) else manifest.about["number"]
 
 
@@ -266,7 +266,7 @@ def older(root: Path, keep: int | None) -> list[Path]:
 
 def about(root: Path, ranks: int, exact: int = 0) -> dict[str, Any]:
     """Facts about a new checkpoint in this folder: number, time, ranks, torch version; `setting`, if it is exact."""
-    number = 1 + max(map(_number, manifests(root).values()), default=0)
+    number = 1 + max(map(_checkpoint_number, manifests(root).values()), default=0)
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     return {"number": number, "made": created, "ranks": ranks, "torch": torch.__version__} | setting(exact)
 

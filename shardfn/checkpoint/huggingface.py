@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.checkpoint import replicas
 from shardfn.checkpoint.contents import Contents, TensorType, contents
-from shardfn.checkpoint.loading import filled
+from shardfn.checkpoint.loading import load_into
 from shardfn.checkpoint.matching import LoadRequest, Rule, by_rules, refuse_flat, renamed, turned
 from shardfn.checkpoint.safetensors import Elements, FileLayout, begin, clear, fill, planned, publish
 from shardfn.checkpoint.saving import wait_for_saves
@@ -96,7 +96,7 @@ def export_hf(
 
     def planning() -> tuple[dict[str, _Target], FileLayout]:
         _only_tensors(params, tree)
-        targets = _targets(tree, names, dtype)
+        targets = _file_targets(tree, names, dtype)
         return targets, planned({target.name: target.kind for target in targets.values()}, largest, metadata or {})
 
     targets, plan = group.run_on_each(task, planning)
@@ -104,7 +104,7 @@ def export_hf(
     try:
         group.first(task, lambda: begin(folder, plan))
         group.run_on_each(
-            task, lambda: fill(folder, plan, turns(params, targets, group), functools.partial(_placed, targets))
+            task, lambda: fill(folder, plan, turns(params, targets, group), functools.partial(_file_portions, targets))
         )
         group.first(task, lambda: publish(folder, plan))
     except BaseException:
@@ -153,7 +153,7 @@ def import_hf(
     """
     wait_for_saves()
     request = LoadRequest("", by_rules(names), strict, ignore, converts=True)
-    filled(f"import_hf {path}", path, like, request, True, check=lambda flat_tree: _only_tensors(like, flat_tree))
+    load_into(f"import_hf {path}", path, like, request, True, check=lambda flat_tree: _only_tensors(like, flat_tree))
     return like
 
 
@@ -198,7 +198,7 @@ class _Target:
     packed: Packed | None
 
 
-def _targets(contents: Contents, rules: Iterable[Rule], dtype: torch.dtype | None) -> dict[str, _Target]:
+def _file_targets(contents: Contents, rules: Iterable[Rule], dtype: torch.dtype | None) -> dict[str, _Target]:
     """The form of each parameter in the files, by its name in the tree.
 
     Raises:
@@ -248,11 +248,11 @@ def turns(params: Any, names: Iterable[str], group: RankGroup) -> Iterator[tuple
             if index % group.size == group.rank:
                 yield name, read(leaf.detach())
         elif leaf.values is not None:
-            yield from _gathered(leaf, list(itertools.islice(rest, len(leaf.layout.entries))), index)
+            yield from _gather_stage(leaf, list(itertools.islice(rest, len(leaf.layout.entries))), index)
     assert next(rest, None) is None, "names stand in the order of the leaves"
 
 
-def _gathered(flat: FlatShard, names: list[str], number: int) -> Iterator[tuple[str, Tensor]]:
+def _gather_stage(flat: FlatShard, names: list[str], number: int) -> Iterator[tuple[str, Tensor]]:
     """Gathers a stage, on the ranks that hold one copy of it; yields views of the parameters of this rank's turns."""
     layout, rank = flat.layout, process_groups.global_rank()
     cut = {*layout.placement.axes, *(axis for entry in layout.entries for axis in entry.spec.axes)}
@@ -262,15 +262,15 @@ def _gathered(flat: FlatShard, names: list[str], number: int) -> Iterator[tuple[
         return
     mesh = mesh_of(layout.grid, f"export_hf: stage {layout.stage!r}")
     with scope(mesh):
-        buffer = _joined(flat.values.detach(), layout.placement.axes, 0, layout.size, mesh)
+        buffer = _gather_portions(flat.values.detach(), layout.placement.axes, 0, layout.size, mesh)
         for turn, (name, entry, view) in enumerate(zip(names, layout.entries, layout.views(buffer), strict=True)):
             for dim, axes in enumerate(entry.spec.by_dim()):
-                view = _joined(view, axes, dim, layout.grid.size(axes), mesh)
+                view = _gather_portions(view, axes, dim, layout.grid.size(axes), mesh)
             if layout.grid.index(rank, holders) == (number + turn) % layout.grid.size(holders):
                 yield name, view
 
 
-def _joined(piece: Tensor, axes: tuple[str, ...], dim: int, size: int, mesh: DeviceMesh) -> Tensor:
+def _gather_portions(piece: Tensor, axes: tuple[str, ...], dim: int, size: int, mesh: DeviceMesh) -> Tensor:
     """As `all_gather` along a dimension, but in portions, since gloo holds a second copy of what it gathers."""
     if size == 1:
         return on_mesh_device(piece, mesh)
@@ -285,7 +285,7 @@ def _joined(piece: Tensor, axes: tuple[str, ...], dim: int, size: int, mesh: Dev
     return joined
 
 
-def _placed(targets: dict[str, _Target], name: str, values: Tensor) -> Iterator[Elements]:
+def _file_portions(targets: dict[str, _Target], name: str, values: Tensor) -> Iterator[Elements]:
     """Yields a parameter in portions, in the form that it has in the file."""
     target = targets[name]
     x = values if target.packed is None else target.packed.having(values).decoded(target.kind.dtype)

@@ -84,7 +84,7 @@ def load(
         ``params = load("last.ckpt", params, part="state_dict")``
     """
     wait_for_saves()
-    return filled(f"load {path}", path, like, LoadRequest(part, by_rules(names), strict, ignore), donate)
+    return load_into(f"load {path}", path, like, LoadRequest(part, by_rules(names), strict, ignore), donate)
 
 
 def reader_of(path: Path, group: RankGroup) -> BoxReader:
@@ -102,7 +102,7 @@ def reader_of(path: Path, group: RankGroup) -> BoxReader:
     return CheckpointReader(source_of(path, MODELS))
 
 
-def filled(
+def load_into(
     task: str,
     source: str | os.PathLike[str],
     template: Any,
@@ -128,7 +128,7 @@ def filled(
     def compared() -> tuple[BoxReader, Any, Differences, dict[str, StoredName], Any, tuple[Any, ...]]:
         check(flat_tree)
         reader, naming = reader_of(path, group), request.naming(flat_tree)
-        differences, names = matching.compared(reader.source, flat_tree, group, request, naming)
+        differences, names = matching.compare_entries(reader.source, flat_tree, group, request, naming)
         if differences.shapes or (request.strict and differences):
             raise CheckpointError(f"{differences}{matching.hint(differences, names, reader.source, request)}")
         tensors = _as_there(flat_tree, reader, names)

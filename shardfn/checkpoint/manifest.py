@@ -142,7 +142,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         "byteorder": sys.byteorder,
         "about": manifest.about,
         "files": manifest.files,
-        "numbers": {name: _packed(value) for name, value in manifest.numbers.items()},
+        "numbers": {name: _encode_value(value) for name, value in manifest.numbers.items()},
         "by_rank": manifest.by_rank,
         "tensors": {
             name: {
@@ -158,7 +158,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         },
     }
     text = json.dumps(body, indent=0, separators=(",", ":"))[:-2].encode() + b',\n"crc32":'
-    write_whole(folder / MANIFEST, text + _end(text))
+    write_whole(folder / MANIFEST, text + _checksum_line(text))
 
 
 def write_metadata(folder: Path, manifest: Manifest, keys: dict[str, tuple[Any, ...]]) -> None:
@@ -189,7 +189,7 @@ def read_manifest(folder: Path) -> Manifest:
     except OSError as error:
         raise CheckpointError(f"{folder} is not a checkpoint of shardfn: {error.strerror}: {path}") from error
     text, mark, end = content.rpartition(b',\n"crc32":')
-    if not mark or end != _end(text + mark):
+    if not mark or end != _checksum_line(text + mark):
         raise CheckpointError(f"{path} is damaged: its checksum does not fit")
     try:
         return _parsed(path, json.loads(content))
@@ -245,7 +245,7 @@ def _parsed(path: Path, body: dict[str, Any]) -> Manifest:
         name: [Chunk(Box(tuple(offsets), tuple(sizes)), *rest) for offsets, sizes, *rest in x["chunks"]]
         for name, x in body["tensors"].items()
     }
-    numbers = {name: _unpacked(value) for name, value in body["numbers"].items()}
+    numbers = {name: _decode_value(value) for name, value in body["numbers"].items()}
     files = {name: (size, crc) for name, (size, crc) in body["files"].items()}
     refuse_outside(path, [*files, *(chunk.file for some in chunks.values() for chunk in some)])
     if type(body["about"]["number"]) is not int:
@@ -282,18 +282,18 @@ def refuse_outside(path: Path, names: Iterable[str]) -> None:
             )
 
 
-def _end(text: bytes) -> bytes:
+def _checksum_line(text: bytes) -> bytes:
     return b"%d}\n" % zlib.crc32(text)
 
 
-def _packed(value: Scalar) -> Any:
+def _encode_value(value: Scalar) -> Any:
     if isinstance(value, complex):
         return {"complex": [value.real, value.imag]}
-    return {type(value).__name__: list(map(_packed, value))} if isinstance(value, (tuple, list)) else value
+    return {type(value).__name__: list(map(_encode_value, value))} if isinstance(value, (tuple, list)) else value
 
 
-def _unpacked(value: Any) -> Scalar:
+def _decode_value(value: Any) -> Scalar:
     if not isinstance(value, dict):
         return value
     ((kind, parts),) = value.items()
-    return complex(*parts) if kind == "complex" else {"tuple": tuple, "list": list}[kind](map(_unpacked, parts))
+    return complex(*parts) if kind == "complex" else {"tuple": tuple, "list": list}[kind](map(_decode_value, parts))

@@ -149,7 +149,7 @@ def by_rules(rules: Iterable[Rule]) -> Naming:
     return lambda flat_tree: renamed([*flat_tree.tensors, *flat_tree.numbers], rules)
 
 
-def compared(
+def compare_entries(
     source: Entries, flat_tree: Contents, group: RankGroup, request: LoadRequest, naming: dict[str, StoredName]
 ) -> tuple[Differences, dict[str, StoredName]]:
     """Returns the differences, and the stored name of each entry that can be read."""

@@ -58,29 +58,31 @@ class StepCounts:
 
 def step_counts(tree: Any) -> tuple[Any, list[StepCounts]]:
     """The tree with none of its steps missed, and the counts of its optimizer states."""
-    accessors, leaves, spec = optree.tree_flatten_with_accessor(tree, is_leaf=_counts)
+    accessors, leaves, spec = optree.tree_flatten_with_accessor(tree, is_leaf=_counts_steps)
     counts = []
     for accessor, leaf in zip(accessors, leaves, strict=True):
-        if _counts(leaf):
+        if _counts_steps(leaf):
             nodes = [entry for entry in accessor if getattr(entry, "type", None) is not ByRank]
             keys, step = tuple(keys_of(nodes)), int(leaf["step"])
             moments = dict(_moments(keys, leaf))
             steps_made = {path: step - int(leaf["missed"].get(path, 0)) for path in moments}
             counts.append(StepCounts(keys, len(nodes) < len(accessor), moments, steps_made))
-    return spec.unflatten(leaf | {"missed": {}} if _counts(leaf) else leaf for leaf in leaves), counts
+    return spec.unflatten(leaf | {"missed": {}} if _counts_steps(leaf) else leaf for leaf in leaves), counts
 
 
 def with_missed(tree: Any, counts: list[StepCounts], numbers: dict[str, Any], read: dict[str, Any]) -> Any:
     """The loaded tree with the steps that parameters have missed."""
-    leaves, spec = optree.tree_flatten(tree, is_leaf=_counts)
+    leaves, spec = optree.tree_flatten(tree, is_leaf=_counts_steps)
     remaining_counts = iter(counts)
     return spec.unflatten(
-        leaf | {"missed": next(remaining_counts).missed(int(leaf["step"]), numbers, read)} if _counts(leaf) else leaf
+        leaf | {"missed": next(remaining_counts).missed(int(leaf["step"]), numbers, read)}
+        if _counts_steps(leaf)
+        else leaf
         for leaf in leaves
     )
 
 
-def _counts(node: Any) -> bool:
+def _counts_steps(node: Any) -> bool:
     return type(node) is dict and {"step", "numbers", "missed"} <= node.keys() and type(node["missed"]) is dict
 
 

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from shardfn.checkpoint.contents import LocalBox, TensorType
-from shardfn.checkpoint.disk import Flaw, checked, open_readonly, read_at, unpickled
+from shardfn.checkpoint.disk import Flaw, checked_records, open_readonly, read_at, unpickled
 from shardfn.checkpoint.manifest import Chunk, Entries, TensorSource
 from shardfn.checkpoint.team import CheckpointError
-from shardfn.checkpoint.tensor_bytes import BUFFER, memory
+from shardfn.checkpoint.tensor_bytes import BUFFER, as_memoryview
 from shardfn.quoting import listed
-from shardfn.shards.boxes import Box, boxes, runs, span
+from shardfn.shards.boxes import Box, box_runs, boxes, span
 from shardfn.tiers.tensors import on_disk
 
 STEP = 2**22  # approximate size of the buffer in bytes; a multiple of every element size
@@ -92,7 +92,7 @@ def located(descriptor: int, chunk: Chunk, kind: TensorType, torchs: bool) -> Ch
     """
     if not torchs:
         return chunk
-    checksums = checked(descriptor, chunk.offset, chunk.length, values=False)
+    checksums = checked_records(descriptor, chunk.offset, chunk.length, values=False)
     tensor = unpickled(descriptor, chunk.offset, chunk.length, values=False)
     if not isinstance(tensor, Tensor) or tuple(tensor.shape) != chunk.box.sizes:
         raise Flaw(f"it is not a tensor of sizes {list(chunk.box.sizes)}")
@@ -284,7 +284,7 @@ def _read_directly(
         return False
     if on_disk(x):
         return False
-    target = memory(x)
+    target = as_memoryview(x)
     around = buffer.first(where.length - len(target))
     views = [around[: where.data], target, around[where.data :]]
     try:
@@ -303,8 +303,8 @@ def _read_directly(
 def _read_box(descriptor: int, chunk: Chunk, kind: TensorType, where: Chunk, box: Box) -> Tensor:
     """Reads one box of a part, and no other bytes."""
     values, done, width = torch.empty(box.sizes, dtype=kind.dtype, device="cpu"), 0, kind.dtype.itemsize
-    target = memory(values)
-    length, starts = runs(box.translated(tuple(-offset for offset in chunk.box.offsets)), chunk.box.sizes)
+    target = as_memoryview(values)
+    length, starts = box_runs(box.translated(tuple(-offset for offset in chunk.box.offsets)), chunk.box.sizes)
     for start in starts:
         run = target[done : done + length * width]
         if read_at(descriptor, run, where.offset + where.data + start * width) < len(run):

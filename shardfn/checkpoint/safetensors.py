@@ -23,9 +23,9 @@ from shardfn.checkpoint import folders
 from shardfn.checkpoint.contents import TensorType
 from shardfn.checkpoint.disk import sync, write_at, write_whole
 from shardfn.checkpoint.team import CheckpointError
-from shardfn.checkpoint.tensor_bytes import memory
+from shardfn.checkpoint.tensor_bytes import as_memoryview
 from shardfn.quoting import listed
-from shardfn.shards.boxes import Box, Ints, runs
+from shardfn.shards.boxes import Box, Ints, box_runs
 
 MODEL, INDEX, HEADER = "model.safetensors", "model.safetensors.index.json", "__metadata__"
 DIFFUSERS = "diffusion_pytorch_"
@@ -170,8 +170,8 @@ def fill(
 
 def write_box(descriptor: int, offset: int, shape: Ints, box: Box, values: Tensor) -> None:
     """Writes a box of a tensor that begins at `offset` in a file."""
-    content, width = memory(values), values.element_size()
-    length, starts = runs(box, shape)
+    content, width = as_memoryview(values), values.element_size()
+    length, starts = box_runs(box, shape)
     for number, start in enumerate(starts if content else ()):
         run = content[number * length * width : (number + 1) * length * width]
         write_at(descriptor, run, offset + start * width)
@@ -219,7 +219,7 @@ class Unknown:
     kind: str
 
 
-def tensors_in(file: Path) -> Iterator[tuple[str, Tensor | Unknown]]:
+def mapped_tensors(file: Path) -> Iterator[tuple[str, Tensor | Unknown]]:
     """Yields the tensors of a file, mapped: elements are read when they are used.
 
     Raises:

@@ -21,7 +21,7 @@ def crc(tensor: Tensor) -> int:
     """The CRC-32 of a tensor's bytes."""
     checksum = 0
     for part in arrivals(part for _, part in pieces(tensor, most_of(tensor))):
-        checksum = zlib.crc32(memory(part), checksum)
+        checksum = zlib.crc32(as_memoryview(part), checksum)
     return checksum
 
 
@@ -36,7 +36,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return plain.view(-1).view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
-def memory(tensor: Tensor) -> memoryview:
+def as_memoryview(tensor: Tensor) -> memoryview:
     """A tensor's bytes as a memoryview; it shares the memory of a contiguous CPU tensor."""
     array: Any = as_bytes(tensor).numpy()
     return memoryview(array)

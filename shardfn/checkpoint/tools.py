@@ -137,7 +137,7 @@ def entries(source: TensorSource, names: list[str]) -> list[TensorSummary]:
     ]
 
 
-def chosen(source: TensorSource, pattern: str | None) -> list[str]:
+def matching_names(source: TensorSource, pattern: str | None) -> list[str]:
     """The names of tensors and numbers that match a regular expression as a whole; all names if it is None.
 
     Raises:
@@ -162,7 +162,7 @@ def diff(a: Path, b: Path, *, tolerance: float = 0.0, report: Report = silent) -
         CheckpointError: one of them is missing or damaged.
     """
     first, second, result = source_of(a), source_of(b), Diff()
-    names, names_b = chosen(first, None), chosen(second, None)
+    names, names_b = matching_names(first, None), matching_names(second, None)
     common = [name for name in names if name in set(names_b)]
     result.only_a = [name for name in names if name not in set(common)]
     result.only_b = [name for name in names_b if name not in set(common)]
@@ -173,14 +173,14 @@ def diff(a: Path, b: Path, *, tolerance: float = 0.0, report: Report = silent) -
             result.kinds[name] = kinds[0], kinds[1]
         elif name in first.tensors:
             same_kind.append(name)
-        elif not _same(first.numbers[name], second.numbers[name], tolerance):
+        elif not _same_number(first.numbers[name], second.numbers[name], tolerance):
             result.numbers[name] = first.numbers[name], second.numbers[name]
     count = meter(report, sum(first.tensors[name].bytes for name in same_kind))
     reader_a, reader_b = CheckpointReader(first), CheckpointReader(second)
     for name in same_kind:
         differ, largest = 0, 0.0
         for box, values in reader_a.parts(name):
-            differing, distance = _difference(values, reader_b.read(name, box), tolerance)
+            differing, distance = _largest_difference(values, reader_b.read(name, box), tolerance)
             differ, largest = differ + differing, max(largest, distance, key=_order)
             count(values.nbytes)
         if differ:
@@ -193,7 +193,7 @@ def digest(path: Path, pattern: str | None = None, *, report: Report = silent) -
 
     Args:
         path: of the checkpoint.
-        pattern: for the names; see `chosen`.
+        pattern: for the names; see `matching_names`.
         report: called with bytes done and bytes in all.
 
     Returns:
@@ -204,7 +204,7 @@ def digest(path: Path, pattern: str | None = None, *, report: Report = silent) -
     """
     source = source_of(path)
     of_ranks = {f"{name}.rank{rank}" for name, size in source.by_rank.items() for rank in range(size)}
-    names = sorted({*chosen(source, pattern)} - of_ranks)
+    names = sorted({*matching_names(source, pattern)} - of_ranks)
     count = meter(report, sum(source.tensors[name].bytes for name in names if name in source.tensors))
     reader, result = CheckpointReader(source), hashlib.sha256()
     for name in names:
@@ -228,13 +228,13 @@ def _has_its_bytes(folder: Path) -> bool:
         return False
 
 
-def _same(a: Any, b: Any, tolerance: float) -> bool:
+def _same_number(a: Any, b: Any, tolerance: float) -> bool:
     if isinstance(a, bool) or not isinstance(a, (int, float, complex)):
         return a == b
     return a == b or (a != a and b != b) or abs(a - b) <= tolerance
 
 
-def _difference(x: Tensor, y: Tensor, tolerance: float) -> tuple[int, float]:
+def _largest_difference(x: Tensor, y: Tensor, tolerance: float) -> tuple[int, float]:
     """The number of elements that differ, and the largest absolute difference."""
     if torch.equal(as_bytes(x), as_bytes(y)):
         return 0, 0.0
@@ -303,7 +303,7 @@ def consolidate(
         src: the checkpoint.
         dst: `.safetensors`, which holds tensors and is written part by part; or `.pt`, nested dicts of everything by
             torch.save, which must fit into memory.
-        pattern: for the names; see `chosen`.
+        pattern: for the names; see `matching_names`.
         strip: prefix that is removed from names.
         overwrite: replace an existing file.
         report: called with bytes done and bytes in all.
@@ -317,7 +317,7 @@ def consolidate(
     if dst.is_dir() or (dst.exists() and not overwrite):
         raise CheckpointError(f"{dst} exists{': pass --overwrite, or another path' if dst.is_file() else ''}")
     source = source_of(src)
-    names = chosen(source, pattern)
+    names = matching_names(source, pattern)
     tensors = [name for name in names if name in source.tensors]
     olds = _renamed(names, strip)
     dst.parent.mkdir(parents=True, exist_ok=True)
@@ -410,7 +410,7 @@ def _nested(reader: CheckpointReader, path: Path, olds: dict[str, str], strip: s
                 value[box.slices_in(full_box(kind.shape))].copy_(values)
                 count(values.nbytes)
         path_keys = keys.get(name, (name,))
-        _put(tree, _stripped(path_keys, strip) if name != new else path_keys, name, value)
+        _insert_value(tree, _stripped(path_keys, strip) if name != new else path_keys, name, value)
     with path.open("wb") as file:
         torch.save(_with_lists(tree), file)
     return []
@@ -423,7 +423,7 @@ def _stripped(keys: tuple[Any, ...], strip: str) -> tuple[Any, ...]:
     return (str(keys[0]).removeprefix(strip), *keys[1:]) if strip else keys
 
 
-def _put(tree: dict[Any, Any], keys: tuple[Any, ...], name: str, value: Any) -> None:
+def _insert_value(tree: dict[Any, Any], keys: tuple[Any, ...], name: str, value: Any) -> None:
     for key in keys[:-1]:
         tree = tree.setdefault(key, {})
         if not isinstance(tree, dict):

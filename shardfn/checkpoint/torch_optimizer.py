@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardfn.checkpoint.contents import Contents, Value, parameters
 from shardfn.checkpoint.disk import Flaw, open_readonly, unpickled
-from shardfn.checkpoint.loading import filled
+from shardfn.checkpoint.loading import load_into
 from shardfn.checkpoint.manifest import TensorSource
 from shardfn.checkpoint.matching import LoadRequest, Rule, StoredName, renamed
 from shardfn.checkpoint.reading import BoxReader
@@ -62,7 +62,7 @@ def torch_optimizer(state: Any, make: Make = torch.optim.AdamW, **numbers: Any) 
         `load_state`, ``save(folder / "pytorch_model_fsdp_0", {"model": params})`` and
         ``save(folder / "optimizer_0", {"optimizer": torch_optimizer(state)})``
     """
-    _check(state, make)
+    _check_conversion(state, make)
     unknown = sorted(set(numbers) - set(NUMBERS))
     if unknown:
         raise TypeError(f"torch_optimizer: unknown numbers {listed(unknown)}; there are {listed(NUMBERS)}")
@@ -73,7 +73,7 @@ def torch_optimizer(state: Any, make: Make = torch.optim.AdamW, **numbers: Any) 
     for name, _, shape in parameters(state["mean"]):
         count = float(state["step"] - state["missed"].get(paths[name], 0))
         moments[name] = {"step": torch.tensor(count, device="cpu")}
-        key = tuple(_number(hyperparameters, n, state["step"], name, shape) for n in NUMBERS)
+        key = tuple(_hyperparameter(hyperparameters, n, state["step"], name, shape) for n in NUMBERS)
         groups.setdefault(key, []).append(name)
     for slot, torch_slot in SLOTS.items():
         for name, leaf, _ in parameters(state[slot]):
@@ -122,7 +122,7 @@ def load_torch_optimizer(
     wait_for_saves()
 
     def checked() -> list[Rule]:
-        _check(state, make)
+        _check_conversion(state, make)
         return list(names)
 
     rules = on_each_rank(checked)
@@ -139,16 +139,16 @@ def load_torch_optimizer(
     def numbers(reader: BoxReader) -> dict[str, Any]:
         names, paths = _torch_names(state, rules), _paths(state)
         torch_names = [torch_name for torch_name, _ in names.values()]
-        steps = _steps(reader, part, torch_names)
+        steps = _step_counts(reader, part, torch_names)
         count = max(steps.values(), default=0)
         missed = {paths[name]: late for name, (torch_name, _) in names.items() if (late := count - steps[torch_name])}
-        hyperparameters = _numbers(state["numbers"], _groups(reader, part, torch_names), make)
+        hyperparameters = _our_hyperparameters(state["numbers"], _groups(reader, part, torch_names), make)
         return {"step": count, "missed": missed, "numbers": hyperparameters}
 
     ignore = [r"param_groups\..*", r"state\..*\.step"]
     request = LoadRequest(part, naming, True, ignore, converts=True, advice=_NO_STATE)
     task = f"load_torch_optimizer {path}"
-    moments, other_entries = filled(task, path, {slot: state[slot] for slot in SLOTS}, request, donate, numbers)
+    moments, other_entries = load_into(task, path, {slot: state[slot] for slot in SLOTS}, request, donate, numbers)
     return {**state, **other_entries, **moments}
 
 
@@ -158,7 +158,7 @@ _NO_STATE = (
 )
 
 
-def _check(state: Any, make: Any) -> None:
+def _check_conversion(state: Any, make: Any) -> None:
     if make not in (torch.optim.Adam, torch.optim.AdamW):
         raise TypeError(f"make must be torch.optim.AdamW or torch.optim.Adam, got {make!r}")
     if not isinstance(state, dict) or set(state) != {"step", "numbers", "missed", *SLOTS}:
@@ -184,7 +184,7 @@ def _paths(state: Any) -> dict[str, str]:
 # --- to torch ---
 
 
-def _number(hyperparameters: dict[str, Any], name: str, step: int, path: str, shape: Ints) -> float:
+def _hyperparameter(hyperparameters: dict[str, Any], name: str, step: int, path: str, shape: Ints) -> float:
     """A hyperparameter of the group of parameter `path`."""
     if name not in hyperparameters:
         raise ValueError(
@@ -208,7 +208,7 @@ def _group(make: Make, key: tuple[float, ...], names: list[str]) -> Group:
 # --- from torch ---
 
 
-def _steps(reader: BoxReader, part: str, torch_names: list[str]) -> dict[str, int]:
+def _step_counts(reader: BoxReader, part: str, torch_names: list[str]) -> dict[str, int]:
     """Each parameter's count of steps."""
     entries = {name: joined(part, "state", name, "step") for name in torch_names}
     available = reader.source.tensors.keys() | reader.source.numbers.keys()
@@ -229,7 +229,7 @@ def _groups(reader: BoxReader, part: str, torch_names: list[str]) -> dict[str, G
         for name, full in in_groups.items():
             number, _, rest = name.partition(".")
             groups.setdefault(number, {})[rest] = full
-        by_name = {str(param): group for group in groups.values() for param in _listed(reader, group, "params")}
+        by_name = {str(param): group for group in groups.values() for param in _read_list(reader, group, "params")}
     else:
         by_name = {
             param: {
@@ -246,12 +246,12 @@ def _groups(reader: BoxReader, part: str, torch_names: list[str]) -> dict[str, G
         if id(group) not in read:
             keys = dict.fromkeys(name.partition(".")[0] for name in group if not name.startswith("params"))
             read[id(group)] = {
-                key: _value(reader, group[key]) if key in group else _listed(reader, group, key) for key in keys
+                key: _value(reader, group[key]) if key in group else _read_list(reader, group, key) for key in keys
             }
     return {param: read[id(by_name[param])] for param in torch_names}
 
 
-def _listed(reader: BoxReader, group: Group, key: str) -> list[Any]:
+def _read_list(reader: BoxReader, group: Group, key: str) -> list[Any]:
     """A list, which is stored as one entry or as an entry for each item."""
     if key in group:
         return list(_value(reader, group[key]))
@@ -276,7 +276,7 @@ def _value(reader: BoxReader, name: str) -> Any:
             raise CheckpointError(f"{source.folder / file}: {name}: {error}") from error
 
 
-def _numbers(hyperparameters: dict[str, Any], groups: dict[str, Group], make: Make) -> dict[str, Any]:
+def _our_hyperparameters(hyperparameters: dict[str, Any], groups: dict[str, Group], make: Make) -> dict[str, Any]:
     """Our hyperparameters with the values of torch's groups; raises for options that ours lack."""
     for name, group in groups.items():
         if "amsgrad" not in group:  # other optimizers may have the same moments

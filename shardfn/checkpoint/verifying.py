@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardfn.checkpoint.contents import TensorType
-from shardfn.checkpoint.disk import Flaw, checked, open_readonly
+from shardfn.checkpoint.disk import Flaw, checked_records, open_readonly
 from shardfn.checkpoint.folders import found_at
 from shardfn.checkpoint.manifest import MANIFEST, METADATA, Chunk, Manifest, read_manifest, torchs
 from shardfn.checkpoint.reading import OTHER, Report, ReusedMemory, blocks, elements, located, meter, silent
@@ -184,7 +184,7 @@ def _flaw_of_item(folder: Path, chunk: Chunk, kind: TensorType | None, buffer: R
             if size < chunk.stop:
                 return f"the file ends after {size} bytes"
             if kind is None:
-                checked(descriptor, chunk.offset, chunk.length)
+                checked_records(descriptor, chunk.offset, chunk.length)
             else:
                 for _ in elements(descriptor, chunk, kind, located(descriptor, chunk, kind, torchs=True), buffer):
                     pass

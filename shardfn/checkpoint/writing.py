@@ -51,7 +51,7 @@ class Writer:
     def tensor(self, name: str, values: torch.Tensor, box: Box) -> None:
         """Appends a part of a tensor."""
         offset, before = self._at, self._crc
-        self._save(_alone(values))
+        self._save(_own_storage(values))
         if self._at - self._sent >= STEP:  # the kernel starts to write pages that it is told are not needed in memory
             os.posix_fadvise(self._file.fileno(), self._sent, self._at - self._sent, os.POSIX_FADV_DONTNEED)
             self._sent = self._at
@@ -112,7 +112,7 @@ class Writer:
         )
 
 
-def _alone(values: torch.Tensor) -> torch.Tensor:
+def _own_storage(values: torch.Tensor) -> torch.Tensor:
     """The same elements in a CPU storage that holds nothing else, without a copy if they are contiguous on the CPU."""
     content = as_bytes(values)
     if len(content) == 0:

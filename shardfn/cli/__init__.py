@@ -18,7 +18,7 @@ from shardfn.checkpoint.reading import Report
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.checkpoint.tools import WriteResult
 from shardfn.cli import planning
-from shardfn.cli.printing import count, local, plain, print_json, print_table, size
+from shardfn.cli.printing import as_json, count, local, print_json, print_table, size
 from shardfn.translate import TranslateError, translate
 
 SAME, DIFFERENT, WRONG = 0, 1, 2
@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--json", action="store_true", help="print JSON")
     about = "what a training step computes, sends and holds on many ranks, and whether it fits, without running it"
     codes = "Exit status: 0 planned, 1 it does not fit, or nothing does, 2 could not be planned."
-    planning.arguments(_command(commands, "plan", planning.run, about, codes))
+    planning.add_arguments(_command(commands, "plan", planning.run, about, codes))
     return parser
 
 
@@ -145,15 +145,17 @@ def _inspect(args: argparse.Namespace) -> int:
             raise CheckpointError(f"{args.path} is a folder of checkpoints: --entries is for one of them")
         if args.json:
             return print_json({"path": args.path, "checkpoints": summaries})
-        rows = [(entry.path.name, *_columns(entry).values(), "latest" if entry.latest else "") for entry in summaries]
-        print_table(["checkpoint", *_columns(summaries[0]), ""], rows, right=(5, 6, 7))
+        rows = [
+            (entry.path.name, *_summary_row(entry).values(), "latest" if entry.latest else "") for entry in summaries
+        ]
+        print_table(["checkpoint", *_summary_row(summaries[0]), ""], rows, right=(5, 6, 7))
         return SAME
     about, source = tools.summary(args.path), source_of(args.path)
-    names = tools.chosen(source, args.entries)
+    names = tools.matching_names(source, args.entries)
     tensors = tools.entries(source, names)
     numbers = {name: source.numbers[name] for name in names if name in source.numbers}
     if args.json:
-        return print_json({**plain(about), "by_rank": source.by_rank, "entries": tensors, "numbers": numbers})
+        return print_json({**as_json(about), "by_rank": source.by_rank, "entries": tensors, "numbers": numbers})
     if tensors:
         cells = [(entry.name, entry.dtype, list(entry.shape), size(entry.bytes), entry.parts) for entry in tensors]
         print_table(["tensor", "dtype", "shape", "bytes", "parts"], cells, right=(3, 4))
@@ -162,13 +164,13 @@ def _inspect(args: argparse.Namespace) -> int:
         print_table(["number", "type", "value"], rows)
     for name, ranks in source.by_rank.items():
         print(f"{name} is that of {ranks} ranks, each its own")
-    print_table(["", ""], [(key, value) for key, value in _columns(about).items()])
+    print_table(["", ""], [(key, value) for key, value in _summary_row(about).items()])
     if not about.whole:
         print(f"Files are gone or cut off: see shardfn checkpoint verify {args.path}")
     return SAME
 
 
-def _columns(entry: tools.Summary) -> dict[str, Any]:
+def _summary_row(entry: tools.Summary) -> dict[str, Any]:
     state = {"state": "whole" if entry.whole else "torn", "format": entry.format, "made": entry.made}
     columns = {**state, "ranks": entry.ranks, "number": entry.number, "bytes": size(entry.bytes), "files": entry.files}
     return {key: "-" if value is None else value for key, value in columns.items()}
@@ -199,7 +201,7 @@ def _verify(args: argparse.Namespace) -> int:
                     "and the checksums that items have themselves"
                 )
     if args.json:
-        print_json([{**plain(verdict), "whole": not verdict.damage} for verdict in verdicts])
+        print_json([{**as_json(verdict), "whole": not verdict.damage} for verdict in verdicts])
     return DIFFERENT if any(verdict.damage for verdict in verdicts) else SAME
 
 
@@ -228,7 +230,7 @@ def _diff(args: argparse.Namespace) -> int:
     with _bar(f"diff {args.a} {args.b}") as report:
         difference = tools.diff(args.a, args.b, tolerance=args.tolerance, report=report)
     if args.json:
-        print_json({"same": not difference, **plain(difference)})
+        print_json({"same": not difference, **as_json(difference)})
         return DIFFERENT if difference else SAME
     if not difference:
         print("the same")
@@ -255,7 +257,7 @@ def _translate(args: argparse.Namespace) -> int:
     translation = translate(args.file)
     status = SAME if translation.complete else DIFFERENT
     if args.json:
-        print_json({**plain(translation), "complete": translation.complete})
+        print_json({**as_json(translation), "complete": translation.complete})
         return status
     print(translation.program)
     rows = [(row.key, row.value, row.status, row.text) for row in translation.rows]

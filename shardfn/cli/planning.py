@@ -14,26 +14,25 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
-from shardfn.cli.printing import count, local, plain, print_table, size
+from shardfn.cli.printing import as_json, count, local, print_table, size
 from shardfn.local_paths import local_path
 from shardfn.mesh.make import make_mesh
-from shardfn.plans import presets
-from shardfn.plans.drawing import duration
-from shardfn.plans.fits import RESERVE, size_of
-from shardfn.plans.machines import Chip, Links
-from shardfn.plans.plan import StepPlan
-from shardfn.plans.planning import plan_mode, plan_step
-from shardfn.plans.timeline import Timeline
+from shardfn.plan import planning, presets
+from shardfn.plan.drawing import duration
+from shardfn.plan.fits import RESERVE, size_of
+from shardfn.plan.machines import Chip, Links
+from shardfn.plan.plan import StepPlan
+from shardfn.plan.timeline import Timeline
 from shardfn.quoting import amount, byte_count
 from shardfn.shapes.searching import Candidate, search
-from shardfn.shapes.settings import OPTIMIZERS, Setting, planned, planned_config
+from shardfn.shapes.settings import OPTIMIZERS, Setting, plan_shape, planned_config
 from shardfn.shapes.sizes import SHAPES, shape
 from shardfn.shards.placement import Tier
 
 FITS, DOES_NOT = 0, 1
 
 
-def arguments(command: argparse.ArgumentParser) -> None:
+def add_arguments(command: argparse.ArgumentParser) -> None:
     """Gives the command its arguments."""
     about = (
         "MODULE:FUNCTION, a function of the mesh that returns a step and its arguments, in a tuple; or a config.json "
@@ -41,7 +40,7 @@ def arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("what", nargs="?", metavar="STEP", help=about)
     command.add_argument("--model", metavar="NAME", help=f"in place of STEP: {', '.join(SHAPES)}")
-    command.add_argument("--mesh", type=_mesh, metavar="AXES", help="sizes of axes, such as replica=128,shard=8")
+    command.add_argument("--mesh", type=_mesh_axes, metavar="AXES", help="sizes of axes, such as replica=128,shard=8")
     command.add_argument("--ranks", type=count, metavar="N", help="in place of --mesh: list what fits on N ranks")
     command.add_argument("--rank", type=int, default=0, metavar="R", help="whose plan; default: 0")
     command.add_argument("--strategy", metavar="NAME", help="default: %(default)s")
@@ -60,10 +59,10 @@ def arguments(command: argparse.ArgumentParser) -> None:
         command.add_argument(f"--{kind}-on", choices=get_args(Tier), help="default: %(default)s")
     command.set_defaults(**_OF_MODELS)
     command.add_argument(
-        "--fit", type=_memory, metavar="SIZE", help="the memory of a device, such as 80GiB; default: the chip's"
+        "--fit", type=_memory_size, metavar="SIZE", help="the memory of a device, such as 80GiB; default: the chip's"
     )
     command.add_argument(
-        "--reserve", type=_memory, default=RESERVE, metavar="SIZE", help="of it, left free; default: %(default)s"
+        "--reserve", type=_memory_size, default=RESERVE, metavar="SIZE", help="of it, left free; default: %(default)s"
     )
     command.add_argument(
         "--chip",
@@ -100,10 +99,10 @@ def run(args: argparse.Namespace) -> int:
     for file in (args.json, args.picture, args.trace):
         if file is not None and not file.absolute().parent.is_dir():
             raise ValueError(f"plan: {file} cannot be written: there is no folder {file.absolute().parent}")
-    chip = _read(args.chip, Chip.load, presets.chip)
-    links = _read(args.links or args.chip, Links.load, presets.links)
+    chip = _load_or_find(args.chip, Chip.load, presets.chip)
+    links = _load_or_find(args.links or args.chip, Links.load, presets.links)
     if args.ranks is not None:
-        return _listed(args, links, chip)
+        return _list_candidates(args, links, chip)
     made, tokens = _requested_plan(args)
     timeline = made.timed(links, chip, tokens=tokens)
     verdict = made.fits(args.fit or chip.memory, args.reserve)
@@ -142,7 +141,7 @@ def _requested_plan(args: argparse.Namespace) -> tuple[StepPlan, int | None]:
     if args.model is not None:
         known = shape(args.model)
         each = args.batch * (args.sequence or known.context)
-        return planned(known, setting, args.rank), each // args.mesh.get("tensor", 1)
+        return plan_shape(known, setting, args.rank), each // args.mesh.get("tensor", 1)
     local_path(args.what, "plan: STEP")
     if ":" in args.what and not Path(args.what).exists():
         return _user_plan(args), None
@@ -172,14 +171,14 @@ def _user_plan(args: argparse.Namespace) -> StepPlan:
     found = getattr(importlib.import_module(module), name, None)
     if not callable(found):
         raise ValueError(f"plan: {module} has no function {name!r}")
-    with plan_mode(math.prod(args.mesh.values()), args.rank, per_node=args.per_node):
+    with planning.mode(math.prod(args.mesh.values()), args.rank, per_node=args.per_node):
         made = found(make_mesh(**args.mesh))
         if not isinstance(made, tuple) or not made or not callable(made[0]):
             raise ValueError(
                 f"plan: {args.what} returned {type(made).__name__}; it returns a tuple, of a step and its arguments: "
                 f"return step, params, state, tokens"
             )
-        return plan_step(*made)
+        return planning.step(*made)
 
 
 def _setting(args: argparse.Namespace, mesh: dict[str, int]) -> Setting:
@@ -188,7 +187,7 @@ def _setting(args: argparse.Namespace, mesh: dict[str, int]) -> Setting:
     return Setting(mesh, tiers={kind: tier for kind, tier in tiers.items() if tier != "device"}, **facts)
 
 
-def _listed(args: argparse.Namespace, links: Links, chip: Chip) -> int:
+def _list_candidates(args: argparse.Namespace, links: Links, chip: Chip) -> int:
     """Lists what fits, cheapest first."""
     views = [f"--{name}" for name in ("schedule", "picture", "trace") if getattr(args, name)]
     if views:
@@ -209,7 +208,7 @@ def _listed(args: argparse.Namespace, links: Links, chip: Chip) -> int:
     if sys.stderr.isatty():
         print(file=sys.stderr)
     if args.json:
-        listed = [plain(each) | {"fits": each.fits} for each in found]
+        listed = [as_json(each) | {"fits": each.fits} for each in found]
         args.json.write_text(json.dumps(listed, indent=1) + "\n")
     fitting = [each for each in found if each.fits]
     if not fitting:
@@ -217,13 +216,13 @@ def _listed(args: argparse.Namespace, links: Links, chip: Chip) -> int:
         missing = size(-nearest.spare)
         print(f"nothing of {len(found)} fits into {room}; nearest: {nearest.setting}, with {missing} missing")
         return DOES_NOT
-    rows = list(map(_row, fitting))
+    rows = list(map(_candidate_row, fitting))
     print_table(list(rows[0]), [tuple(row.values()) for row in rows], right=(3, 5, 6, 7, 8, 9, 10))
     print(f"{len(fitting)} of {len(found)} fit into {room}; on {chip.name}, {links.name}")
     return FITS
 
 
-def _row(each: Candidate) -> dict[str, Any]:
+def _candidate_row(each: Candidate) -> dict[str, Any]:
     figures, setting = each.figures, each.setting
     assert figures is not None, "what fits was planned"
     return {
@@ -241,13 +240,13 @@ def _row(each: Candidate) -> dict[str, Any]:
     }
 
 
-def _memory(text: str) -> str:
+def _memory_size(text: str) -> str:
     if re.fullmatch(r"[\d.]+", text):
         raise argparse.ArgumentTypeError(f"{text!r} has no unit: write {text}GiB, or {text}GB")
     return text
 
 
-def _mesh(text: str) -> dict[str, int]:
+def _mesh_axes(text: str) -> dict[str, int]:
     parts = [re.fullmatch(r"([A-Za-z_]\w*)=([1-9]\d*)", part.strip()) for part in text.split(",")]
     axes = {part[1]: int(part[2]) for part in parts if part}
     if len(axes) != len(parts):
@@ -255,5 +254,5 @@ def _mesh(text: str) -> dict[str, int]:
     return axes
 
 
-def _read(name: str, load: Callable[[Any], Any], known: Callable[[str], Any]) -> Any:
+def _load_or_find(name: str, load: Callable[[Any], Any], known: Callable[[str], Any]) -> Any:
     return load(name) if name.endswith(".json") else known(name)

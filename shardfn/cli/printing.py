@@ -32,20 +32,20 @@ def print_table(names: Sequence[str], rows: Iterable[Sequence[Any]], right: Sequ
 
 def print_json(value: Any) -> int:
     """Prints a value as JSON; returns the exit status of success."""
-    print(json.dumps(plain(value), indent=2))
+    print(json.dumps(as_json(value), indent=2))
     return 0
 
 
-def plain(value: Any) -> Any:
+def as_json(value: Any) -> Any:
     """A value as JSON has it; paths and non-finite numbers as strings."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {item.name: plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+        return {item.name: as_json(getattr(value, item.name)) for item in dataclasses.fields(value)}
     if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
+        return {key: as_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
+        return [as_json(item) for item in value]
     if isinstance(value, complex):
-        return [plain(value.real), plain(value.imag)]
+        return [as_json(value.real), as_json(value.imag)]
     if isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value)):
         return str(value)
     return value

@@ -100,7 +100,9 @@ def _agree(
     described = described if own_error is None else [str(own_error)]
     text = "\n".join([name, *(" ".join(line.split()) for line in described)]).encode()
     digest = digest_of(text)
-    place = comparisons.outside(f"a comparison of {topic} of {name!r}", axis.group) if debugging.collectives else None
+    place = (
+        comparisons.unnumbered(f"a comparison of {topic} of {name!r}", axis.group) if debugging.collectives else None
+    )
     if place is not None:
         text = b"\n".join([place.text.encode(), *text.split(b"\n")[1:]])
     alone, known = _alone(name, topic, described, before)
@@ -159,14 +161,14 @@ def _advised(subject: tuple[str, str], own_lines: list[str], *other_ranks: list[
 def _few(lines: list[str]) -> str:
     """Returns the first of some lines; bounded."""
     more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
-    return short("; ".join(map(_plain, lines[:4])), 200) + more
+    return short("; ".join(map(_without_checksum, lines[:4])), 200) + more
 
 
 def _difference_of_arguments(lines: list[list[str]], axis: Axis, subject: tuple[str, str]) -> str:
     """Describes the differences between ranks' lines, the first of which names the operation."""
     if len({line[0].partition(_CALLED)[0] for line in lines}) > 1:
         return f"ranks do different things: {format_rank_texts(axis, [_operation(row) for row in lines])}. {ALIKE}"
-    plain = [[first, *map(_plain, rest)] for first, *rest in lines]
+    plain = [[first, *map(_without_checksum, rest)] for first, *rest in lines]
     # Values depend on dtypes and shapes, so checksums are told only if nothing else differs; if no line differs, the
     # order does.
     sentences = (
@@ -213,7 +215,7 @@ def _name(line: str) -> str:
     return match[1] if match else ""
 
 
-def _plain(line: str) -> str:
+def _without_checksum(line: str) -> str:
     """Returns a line without the checksum at its end."""
     return _CHECKSUM.sub("", line)
 
@@ -221,7 +223,7 @@ def _plain(line: str) -> str:
 def _operation(lines: list[str]) -> str:
     """Returns a rank's operation and its first argument, from the lines of its description."""
     first, *rest = lines
-    return f"{first}: {_plain(rest[0])}" if rest and rest[0] and not rest[0].startswith("(") else first
+    return f"{first}: {_without_checksum(rest[0])}" if rest and rest[0] and not rest[0].startswith("(") else first
 
 
 def _having(ranks: list[int]) -> str:
@@ -327,10 +329,10 @@ def compare(op: str, values: str, axis: Axis, served: bool = False, by: str = DE
     item = f"{op}({leaf}{values})" if values else op
     line, failed = callers.caller(), comparisons.failure(axis.group)
     call = op if served or _backward() else callers.api_name(op)
-    axes = waiting.named(axis.group)
+    axes = waiting.group_axes(axis.group)
     inside = f" in {call}" if call != op else ""
     text = f"{item}{inside}{f' over {axes}' if axes else ''}{_purpose(served, line)}, called at {line}{failed}"
-    place = comparisons.place(axis.group, text)
+    place = comparisons.numbered_place(axis.group, text)
     same = [
         item,
         attribution.stage,

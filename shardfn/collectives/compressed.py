@@ -20,7 +20,7 @@ from shardfn.collectives.into_buffers import (
     Communicator,
     Handle,
     Later,
-    compared,
+    compare_buffers,
     exchanged,
     transport,
 )
@@ -122,7 +122,7 @@ def reduce_scatter(
     (Wang et al. 2023, ZeRO++, section 3.3) by one all-to-all. `scratch(n)` lends `n` bytes until the wait.
     """
     if debugging.collectives:
-        compared("reduce_scatter", comm, (flat.nbytes, flat.dtype), more=f" in {format}")
+        compare_buffers("reduce_scatter", comm, (flat.nbytes, flat.dtype), more=f" in {format}")
     size, index = comm.axis.size, comm.axis.index
     wire = Wire(format, len(flat) // size, TAG)
     pieces = flat.view(size, -1)
@@ -132,7 +132,7 @@ def reduce_scatter(
     _record("reduce_scatter", wire, comm, size - 1)
 
     def add() -> None:
-        _compare(wire, received, tag, comm, own_index=index)
+        _compare_tags(wire, received, tag, comm, own_index=index)
         out.copy_(pieces[index])
         for received_pieces in (received[:index], received[index + 1 :]):
             for _, numbers in wire.read_all(received_pieces, out.dtype):
@@ -161,7 +161,7 @@ def all_reduce(x: Tensor, comm: Communicator, format: Format, tag: Tag, scratch:
         _record("all_gather", wire, comm, size - 1)
 
         def finish() -> None:
-            _compare(wire, encoded, tag, comm)
+            _compare_tags(wire, encoded, tag, comm)
             for start, numbers in wire.read_all(encoded, x.dtype):
                 into = x[start * n : (start + len(numbers)) * n]
                 into.copy_(numbers.view(-1)[: len(into)])
@@ -177,7 +177,7 @@ def _record(op: str, wire: Wire, comm: Communicator, pieces: int) -> None:
         record(op, comm.axis.group, torch.uint8, pieces * wire.length, str(wire.format), comm.names)
 
 
-def _compare(wire: Wire, pieces: Tensor, tag: Tag, comm: Communicator, own_index: int | None = None) -> None:
+def _compare_tags(wire: Wire, pieces: Tensor, tag: Tag, comm: Communicator, own_index: int | None = None) -> None:
     """Raises RuntimeError unless the tags of all received pieces `[n, length]` equal this rank's tag."""
 
     def wrong(tags: Tensor, start: int) -> str | None:

@@ -197,7 +197,7 @@ def local_slice(x: T, axis: AxisName, *, dim: int = 0) -> T:
 def reduce_scatter(x: T, axis: AxisName, *, dim: int = 0) -> T:
     """This rank's shard along `dim` of the sum over the ranks along `axis`: `V -> V`.
 
-    Shapes: `[..., n * size, ...] -> [..., n, ...]`. It is JAX's `psum_scatter(tiled=True)`; that name works, too.
+    Shapes: `[..., n * size, ...] -> [..., n, ...]`. It is JAX's `psum_scatter(tiled=True)`.
 
     Spec:
         >>> def reduce_scatter(xs, dim=0):
@@ -218,9 +218,6 @@ def reduce_scatter(x: T, axis: AxisName, *, dim: int = 0) -> T:
         return ops.reduce_scatter, d, a.size, *_summable(t, a, "reduce_scatter")
 
     return _over(x, axis, "reduce_scatter", scatter)
-
-
-psum_scatter = reduce_scatter
 
 
 def ppermute(x: T, axis: AxisName, perm: Sequence[tuple[int, int]]) -> T:
@@ -381,7 +378,7 @@ def _over(x: T, axis: AxisName, name: str, f: Callable[[Tensor, Axis], Call]) ->
 
     recorder = None if torch.compiler.is_compiling() else recording.current()
 
-    pieces = {} if recorder is None or isinstance(x, Tensor) else recording.pieces(x)
+    pieces = {} if recorder is None or isinstance(x, Tensor) else recording.shard_axes(x)
 
     def apply_to_leaf(leaf: Any) -> Any:
         tensor = leaf

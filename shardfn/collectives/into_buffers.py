@@ -29,7 +29,7 @@ from shardfn.mesh import waiting
 from shardfn.mesh.axes import axis_of, device_of, per_mesh
 from shardfn.mesh.exact import add
 from shardfn.mesh.grid import Axis
-from shardfn.mesh.groups import connected, group_over
+from shardfn.mesh.groups import connected_group, group_over
 from shardfn.mesh.lanes import lane
 
 
@@ -79,7 +79,7 @@ class Communicator:
         """
         if not process_groups.connects_late(self.group, self.device.type):
             return self.group
-        group = connected(group_over(dist.get_process_group_ranks(self.group), use), self.device)
+        group = connected_group(group_over(dist.get_process_group_ranks(self.group), use), self.device)
         waiting.name_axes(group.group_name, " x ".join(self.names))
         return group
 
@@ -230,11 +230,11 @@ def gather_by_hops(full: Tensor, index: int, hops: Sequence[Communicator], dtype
         steps.append((functools.partial(TRANSPORTS["all_gather"][name], region, comm), name))
     work: Handle = steps[0][0]()
     for start, name in steps[1:]:
-        work = _followed(work, start, name, full.device)
+        work = _start_after(work, start, name, full.device)
     return work
 
 
-def _followed(first: Handle, start: Callable[[], Handle], transport_name: str, device: torch.device) -> Handle:
+def _start_after(first: Handle, start: Callable[[], Handle], transport_name: str, device: torch.device) -> Handle:
     """Starts a collective once `first`, whose result it needs, has arrived."""
     if transport_name == "direct":
         return Launched(lambda: (first.wait(), [start()])[1])
@@ -328,7 +328,7 @@ def all_reduce(x: Tensor, comm: Communicator) -> Handle:
     return TRANSPORTS["all_reduce"][transport_name](x, comm)
 
 
-def compared(op: str, comm: Communicator, *buffers: tuple[int, torch.dtype], more: str = "") -> None:
+def compare_buffers(op: str, comm: Communicator, *buffers: tuple[int, torch.dtype], more: str = "") -> None:
     """Compares, with `debugging.collectives`, whether all ranks run this collective on buffers of these sizes."""
     if comm.checks:
         described = " + ".join(values(dtype, [nbytes // dtype.itemsize]) for nbytes, dtype in buffers)
@@ -338,7 +338,7 @@ def compared(op: str, comm: Communicator, *buffers: tuple[int, torch.dtype], mor
 def _issued(op: str, comm: Communicator, *buffers: tuple[int, torch.dtype]) -> str:
     """Returns the transport of a collective; before that ranks compare it, and the ledger records it."""
     if debugging.collectives:
-        compared(op, comm, *buffers)
+        compare_buffers(op, comm, *buffers)
     if current.watch is not None:
         refuse_traced(f"{op} into memory that is filled again")
     transport_name = comm.overrides.get(op) or comm.chosen[op]
@@ -396,8 +396,10 @@ def exchanged(
     group = comm.gathers if gathers else comm.reductions
 
     def launch() -> list[Any]:
-        works = [group.recv([x], i, _tag(x, gathers, purpose)) for i in peers for x in into[i] if x.nbytes]
-        return works + [group.send([x], i, _tag(x, gathers, purpose)) for i in peers for x in out[i] if x.nbytes]
+        works = [group.recv([x], i, _message_tag(x, gathers, purpose)) for i in peers for x in into[i] if x.nbytes]
+        return works + [
+            group.send([x], i, _message_tag(x, gathers, purpose)) for i in peers for x in out[i] if x.nbytes
+        ]
 
     return Launched(launch, group)
 
@@ -407,7 +409,7 @@ def purpose_of(stage: str, identity: str) -> Purpose:
     return Purpose(stage, zlib.crc32(identity.encode()) % 2**30)
 
 
-def _tag(x: Tensor, gathers: bool, purpose: int) -> int:
+def _message_tag(x: Tensor, gathers: bool, purpose: int) -> int:
     return (purpose + 61 * x.nbytes) % 2**30 if purpose else 2**30 + 2 * (x.nbytes % 2**28) + gathers
 
 

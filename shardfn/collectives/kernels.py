@@ -69,7 +69,7 @@ def all_gather(x: Tensor, dim: int, size: int, group: str) -> Tensor:
 @_kernel
 def reduce_scatter(x: Tensor, dim: int, size: int, group: str) -> Tensor:
     """The sum of every rank's `x`; this rank gets its piece of it along `dim`."""
-    pieces = _split(x, dim, size)
+    pieces = _stack_pieces(x, dim, size)
     peers = _recorded("reduce_scatter", x, 1 - 1 / size, group, "exchange" if x.device.type == "cpu" else "native")
     if peers is not None:
         return messages.combined(messages.exchange(peers, pieces, "reduce_scatter", dim).unbind(), "sum")
@@ -95,7 +95,7 @@ def all_reduce(x: Tensor, op: str, group: str) -> Tensor:
 def all_to_all(x: Tensor, split_dim: int, concat_dim: int, size: int, group: str) -> Tensor:
     """Piece `j` of `x` along `split_dim` goes to rank `j`; what arrives is concatenated along `concat_dim`."""
     peers = _recorded("all_to_all", x, 1 - 1 / size, group, "native")
-    pieces = _split(x, split_dim, size)
+    pieces = _stack_pieces(x, split_dim, size)
     if peers is not None:
         return _concatenate(messages.exchange(peers, pieces, "all_to_all", split_dim, concat_dim), concat_dim)
     return _concatenate(_exchange(pieces, size, group), concat_dim)
@@ -207,11 +207,11 @@ def _move(x: Tensor, collective: Callable[..., Tensor], *args: Any) -> Tensor:
     return WIRE.wait_tensor(collective(x.contiguous().view(carrier).flatten(), *args)).view(x.dtype)
 
 
-def _split(x: Tensor, dim: int, size: int) -> Tensor:
+def _stack_pieces(x: Tensor, dim: int, size: int) -> Tensor:
     """`size` equal pieces along `dim`, stacked in front: `[size, ...]`."""
     return x.unflatten(dim, (size, x.shape[dim] // size)).movedim(dim, 0).contiguous()
 
 
 def _concatenate(pieces: Tensor, dim: int) -> Tensor:
-    """The inverse of `_split`."""
+    """The inverse of `_stack_pieces`."""
     return pieces.movedim(0, dim).flatten(dim, dim + 1)

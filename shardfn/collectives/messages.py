@@ -200,8 +200,8 @@ def start(p: GlooPeers, kind: What, into: Sequence[Message], out: Sequence[Messa
 
 
 def _arrive(works: Launched, kind: What, group: Any) -> None:
-    described = _described(kind)
-    wait = waiting.on(str(kind[0]), group.group_name, _described(kind[1:]))
+    described = _kind_text(kind)
+    wait = waiting.on(str(kind[0]), group.group_name, _kind_text(kind[1:]))
     try:
         with wait:
             works.wait()
@@ -219,16 +219,16 @@ def _arrive(works: Launched, kind: What, group: Any) -> None:
 
 def _tag(kind: What, number: int) -> int:
     """Returns a 31-bit tag; bit 30 is set, which keeps it apart from the small tags of other messages."""
-    return 0x40000000 | ((_digest(kind) + number * 0x1E3779B1) & 0x3FFFFFFF)
+    return 0x40000000 | ((_kind_digest(kind) + number * 0x1E3779B1) & 0x3FFFFFFF)
 
 
 @functools.lru_cache(maxsize=4096)
-def _described(kind: What) -> str:
+def _kind_text(kind: What) -> str:
     return ", ".join(str(tuple(part) if isinstance(part, torch.Size) else part) for part in kind)
 
 
 @functools.lru_cache(maxsize=4096)
-def _digest(kind: What) -> int:
+def _kind_digest(kind: What) -> int:
     return int.from_bytes(hashlib.blake2b(repr(kind).encode(), digest_size=4).digest(), "big")
 
 

@@ -101,7 +101,7 @@ def collective(name: str, statics: str, kernel: Op, transpose: Op | None, meets:
     def recorded_kernel(x: Tensor, *args: Any) -> Tensor:
         recorder = recording.current()
         if meets and dispatch.plain(x):
-            _compared(name, x, dict(zip(names, args, strict=True)))
+            _compare_call(name, x, dict(zip(names, args, strict=True)))
         if recorder is None or not dispatch.plain(x):
             return kernel(x, *args)
         with paused():
@@ -112,7 +112,7 @@ def collective(name: str, statics: str, kernel: Op, transpose: Op | None, meets:
     return primitive(name, statics, recorded_kernel, transpose)
 
 
-def described(name: str, x: Tensor, statics: dict[str, Any]) -> str:
+def describe_call(name: str, x: Tensor, statics: dict[str, Any]) -> str:
     """Describes a collective by the arguments that must be equal on all ranks."""
     rank_arguments = ("group", "index", "send", "receive")
     arguments = ", ".join([f"{key}={value}" for key, value in statics.items() if key not in rank_arguments])
@@ -123,9 +123,9 @@ def described(name: str, x: Tensor, statics: dict[str, Any]) -> str:
     return f"{values(x.dtype, shape)}{', ' * bool(arguments)}{arguments}"
 
 
-def _compared(name: str, x: Tensor, statics: dict[str, Any]) -> None:
+def _compare_call(name: str, x: Tensor, statics: dict[str, Any]) -> None:
     def compare_along(axis: Axis, by: str) -> None:
-        compare(name, described(name, x, statics), axis, by=by)
+        compare(name, describe_call(name, x, statics), axis, by=by)
         if name == "ragged_all_to_all":
             _compare_lengths(statics, axis)
 
@@ -139,7 +139,7 @@ def compare_arguments(name: str, axis: AxisName, x: Tensor, described: Callable[
         name: of the function.
         axis: the axis along which ranks must call it with the same arguments.
         x: one of its tensors; nothing is compared while it is traced.
-        described: a line for each argument that is the same on all ranks, see `arguments`.
+        described: a line for each argument that is the same on all ranks, see `describe_arguments`.
         advice: what to do about a difference.
 
     Raises:
@@ -150,7 +150,7 @@ def compare_arguments(name: str, axis: AxisName, x: Tensor, described: Callable[
         _on_all_ranks(lambda along, by: agree(described(), along, name, subject=subject), bound_axis(axis, name).group)
 
 
-def arguments(tensors: dict[str, Tensor], **options: Any) -> list[str]:
+def describe_arguments(tensors: dict[str, Tensor], **options: Any) -> list[str]:
     """Describes arguments for the comparison: dtypes and shapes of tensors, and values of options."""
     shapes = [f"{name}: {x.dtype} {tuple(x.shape)}" for name, x in tensors.items()]
     return [*shapes, *(f"{name}={value!r}" for name, value in options.items())]
@@ -280,5 +280,5 @@ def _verified(x: Tensor, operation: str, group: str) -> Tensor:
 def shifted(x: Tensor, index: int, size: int, group: str) -> Callable[[], Tensor]:
     """Starts to send `x` to the next rank of a ring; returns a function that waits for the previous rank's `x`."""
     if debugging.collectives and dispatch.plain(x):
-        _compared("a step of a ring", x, {"group": group})
+        _compare_call("a step of a ring", x, {"group": group})
     return kernels.shifted(x, index, size, group)

@@ -101,7 +101,7 @@ def plan(pattern: str) -> tuple[tuple[str, ...], tuple[PatternStep, ...], tuple[
             f"(einops.rearrange reorders)"
         )
     axes = {axis for side in (before, after) for cut in (*side.cuts, tuple(side.partial)) for axis in cut}
-    return before.names, tuple(_steps(before, after, pattern)), tuple(sorted(axes))
+    return before.names, tuple(_plan_steps(before, after, pattern)), tuple(sorted(axes))
 
 
 def _parse(side: str, pattern: str) -> PatternSide:
@@ -126,7 +126,7 @@ def _parse(side: str, pattern: str) -> PatternSide:
     return PatternSide(names, tuple(parts[1:] for parts in dims), frozenset(partial))
 
 
-def _steps(before: PatternSide, after: PatternSide, pattern: str) -> list[PatternStep]:
+def _plan_steps(before: PatternSide, after: PatternSide, pattern: str) -> list[PatternStep]:
     """Plans the collectives: sums first, as they never grow the value, then moves, gathers and local slices."""
     if not after.partial <= before.partial:
         created = ", ".join(sorted(after.partial - before.partial))

@@ -62,7 +62,7 @@ def known(number: int) -> Scheduled:
     return _known[number]
 
 
-def run(work: Scheduled, inputs: Sequence[Tensor | None]) -> list[Tensor]:
+def run_in_graph(work: Scheduled, inputs: Sequence[Tensor | None]) -> list[Tensor]:
     """Runs a collective as one operation of the graph that is being traced."""
     watch = capturing()
     assert watch is not None, "a step is traced under a watch"

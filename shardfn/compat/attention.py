@@ -30,7 +30,7 @@ class AttentionKernel(NamedTuple):
 
     Attributes:
         name: for messages.
-        forward: `(q, k, v, causal, scale) -> (out, lse)`, with shapes as in `attention`.
+        forward: `(q, k, v, causal, scale) -> (out, lse)`, with shapes as in `attention_with_lse`.
         backward: `(ct, q, k, v, out, lse, causal, scale) -> (dq, dk, dv)`, with shapes as in `attention_backward`.
     """
 
@@ -39,7 +39,7 @@ class AttentionKernel(NamedTuple):
     backward: Callable[..., tuple[Tensor, ...]]
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Attention and the log-sum-exp of its scores.
 
     `[b, h, t, d], [b, g, s, d], [b, g, s, d] -> [b, h, t, d], [b, h, t]`, with `h` heads in `g` groups. Not
@@ -63,7 +63,7 @@ def attention_backward(
 def masked_attention(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """As `attention`, by the plain formulas, to the keys of which `visible`, `[b or 1, 1, t, s]`, is True.
+    """As `attention_with_lse`, by the plain formulas, to the keys of which `visible`, `[b or 1, 1, t, s]`, is True.
 
     A query that sees none has zeros, and -inf as log-sum-exp.
     """
@@ -118,7 +118,7 @@ def _masked_scores(
     q: Tensor, k: Tensor, visible: Tensor | None, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor | None]:
     """The scores, -inf for hidden keys, and what a soft cap multiplies their gradients with."""
-    scores, slope = by_group(q, k.mT).to(_wide(q.dtype)) * scale, None
+    scores, slope = by_group(q, k.mT).to(_wide_dtype(q.dtype)) * scale, None
     if softcap is not None:
         fraction = (scores / softcap).tanh()
         scores, slope = fraction * softcap, 1 - fraction.square()
@@ -145,7 +145,7 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Atte
         return CPU
     if torch.compiler.is_compiling():
         return FLASH if _has_flash(q) else PLAIN
-    chosen, heads = _chosen(q, k, v, causal, scale), q.shape[1] // k.shape[1]
+    chosen, heads = _chosen_kernel(q, k, v, causal, scale), q.shape[1] // k.shape[1]
     if chosen is PLAIN or not dispatch.plain(q):
         return chosen
     for kernel in (chosen, FLASH) if _has_flash(q) else (chosen,):
@@ -157,7 +157,7 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Atte
     return PLAIN
 
 
-def _chosen(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> AttentionKernel:
+def _chosen_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> AttentionKernel:
     """The kernel that torch chooses for such tensors."""
     q, k, v = map(_even_rows, (q, k, v))
     heads = q.shape[1] // k.shape[1]
@@ -194,7 +194,7 @@ def _differs(kernel: AttentionKernel, query: Tensor, heads: int, causal: bool) -
 
     def results(kernel: AttentionKernel, kind: torch.dtype) -> list[Tensor]:
         q, k, v, ct = (x.to(kind) for x in inputs)
-        k, v, out, lse = k[:, :, :40], v[:, :, :40], full[0].to(kind), full[1].to(_wide(kind))
+        k, v, out, lse = k[:, :, :40], v[:, :, :40], full[0].to(kind), full[1].to(_wide_dtype(kind))
         return [*kernel.forward(q, k, v, causal, scale), *kernel.backward(ct, q, k, v, out, lse, causal, scale)]
 
     tolerance = (
@@ -266,7 +266,7 @@ _sdpa = torch.nn.functional.scaled_dot_product_attention
 # --- the plain formulas ---
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _plain_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     scores = _scores(q, k, causal, scale)
     return by_group(scores.softmax(-1).to(v.dtype), v), scores.logsumexp(-1)
 
@@ -303,31 +303,33 @@ def by_group(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-    scores = by_group(q, k.mT).to(_wide(q.dtype)) * scale
+    scores = by_group(q, k.mT).to(_wide_dtype(q.dtype)) * scale
     if causal:
         unseen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(unseen, -torch.inf)
     return scores
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-PLAIN = AttentionKernel("plain", _plain, _plain_backward)
+PLAIN = AttentionKernel("plain", _plain_attention, _plain_backward)
 
 
 # --- the kernels of torch ---
 
 
 def _cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    return _aten._scaled_dot_product_flash_attention_for_cpu(*map(_rows, (q, k, v)), 0.0, causal, scale=scale)
+    return _aten._scaled_dot_product_flash_attention_for_cpu(
+        *map(_contiguous_rows, (q, k, v)), 0.0, causal, scale=scale
+    )
 
 
 def _cpu_backward(
     ct: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, ...]:
-    rows = map(_rows, (ct, q, k, v, out))
+    rows = map(_contiguous_rows, (ct, q, k, v, out))
     return _aten._scaled_dot_product_flash_attention_for_cpu_backward(*rows, lse, 0.0, causal, scale=scale)
 
 
@@ -394,7 +396,7 @@ def _seed(q: Tensor) -> Tensor:
     return torch.zeros((), dtype=torch.int64, device=q.device)
 
 
-def _rows(x: Tensor) -> Tensor:
+def _contiguous_rows(x: Tensor) -> Tensor:
     """Makes rows contiguous, which the kernels assume without a check."""
     return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 

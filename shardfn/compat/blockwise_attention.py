@@ -23,7 +23,7 @@ ROWS = 64  # at least, of a block of queries that see no later keys
 _torchs = F.scaled_dot_product_attention
 
 
-def attention(
+def sdpa(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -41,7 +41,7 @@ def attention(
         q, k, v = (_lowered(x, lower) for x in (q, k, v))
         mask = None if attn_mask is None else _lowered(attn_mask, lower)
         with torch.autocast(kind, enabled=False):
-            return attention(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa)
+            return sdpa(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa)
     if enable_gqa and q.ndim > 2 and k.ndim > 2 and k.shape[-3] and q.shape[-3] % k.shape[-3] == 0:
         k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
     plain = (
@@ -77,7 +77,7 @@ def _broadcasts(mask: Tensor, shape: tuple[int, ...]) -> bool:
     return len(sizes) == len(shape) and all(a in (1, b) for a, b in zip(sizes, shape, strict=True))
 
 
-def _wide(x: Tensor) -> Tensor:
+def _as_float(x: Tensor) -> Tensor:
     """In float32 at least, and contiguous: otherwise each product of matrices would copy it."""
     return (x.float() if x.dtype.itemsize < 4 else x).contiguous()
 
@@ -99,7 +99,7 @@ class _Attention(torch.autograd.Function):
         hidden = _Hidden(bias, bias_index, causal)
         if functorch.untracked(q, k, v, bias):
             return _in_place(q, k, v, hidden, scale)
-        return _joined([p @ v_ for *_, p, _, _, v_ in _blocks(q, k, v, hidden, scale)], q, k, causal)
+        return _join_blocks([p @ v_ for *_, p, _, _, v_ in _attention_blocks(q, k, v, hidden, scale)], q, k, causal)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -118,8 +118,8 @@ class _Attention(torch.autograd.Function):
             return *map(functorch.dual, *gradients), *rest
         dq: list[Tensor] = []
         sums: list[list[Tensor]] = [[], []]
-        for n, rows, p, x, k_, v_ in _blocks(q, k, v, hidden, ctx.scale):
-            c = _wide(ct[n, rows])
+        for n, rows, p, x, k_, v_ in _attention_blocks(q, k, v, hidden, ctx.scale):
+            c = _as_float(ct[n, rows])
             ds = _softmax_jvp(p, c @ v_.mT)
             dq.append(ds @ k_ * ctx.scale)
             for total, new in zip(sums, (ds.mT @ x, p.mT @ c), strict=True):
@@ -129,7 +129,7 @@ class _Attention(torch.autograd.Function):
                 else:
                     total.append(padded)
         dk, dv = (torch.cat(total) for total in sums)
-        return _joined(dq, q, k, ctx.causal), dk.to(k.dtype), dv.to(v.dtype), *rest
+        return _join_blocks(dq, q, k, ctx.causal), dk.to(k.dtype), dv.to(v.dtype), *rest
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
@@ -139,11 +139,11 @@ class _Attention(torch.autograd.Function):
         if functorch.untracked(q, k, v, tq, tk, tv, bias):
             return _in_place(q, k, v, hidden, ctx.scale, (tq, tk, tv))
         outputs = []
-        for n, rows, p, x, k_, v_ in _blocks(q, k, v, hidden, ctx.scale):
+        for n, rows, p, x, k_, v_ in _attention_blocks(q, k, v, hidden, ctx.scale):
             visible = slice(k_.shape[-2])
-            ds = _wide(tq[n, rows]) * ctx.scale @ k_.mT + x @ _wide(tk[n])[:, visible].mT
-            outputs.append(_softmax_jvp(p, ds) @ v_ + p @ _wide(tv[n])[:, visible])
-        return _joined(outputs, q, k, ctx.causal)
+            ds = _as_float(tq[n, rows]) * ctx.scale @ k_.mT + x @ _as_float(tk[n])[:, visible].mT
+            outputs.append(_softmax_jvp(p, ds) @ v_ + p @ _as_float(tv[n])[:, visible])
+        return _join_blocks(outputs, q, k, ctx.causal)
 
 
 class _Hidden(NamedTuple):
@@ -186,16 +186,16 @@ def _tiles(q: Tensor, k: Tensor, causal: bool) -> tuple[list[slice], list[slice]
     return head_slices, row_slices
 
 
-def _blocks(
+def _attention_blocks(
     q: Tensor, k: Tensor, v: Tensor, hidden: _Hidden, scale: float
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor, Tensor, Tensor]]:
     """Heads and rows, their weights, their queries by the scale, and the keys and values that they may see."""
     heads, blocks = _tiles(q, k, hidden.causal)
     for n in heads:
-        k_, v_ = _wide(k[n]), _wide(v[n])
+        k_, v_ = _as_float(k[n]), _as_float(v[n])
         for rows in blocks:
             visible = hidden.visible_keys(rows, k.shape[-2])
-            x = _wide(q[n, rows]) * scale
+            x = _as_float(q[n, rows]) * scale
             scores = x @ k_[:, visible].mT
             added, without = hidden.mask_for(n, rows, scores)
             scores = scores if added is None else scores + added
@@ -203,7 +203,7 @@ def _blocks(
             yield n, rows, p, x, k_[:, visible], v_[:, visible]
 
 
-def _joined(blocks: list[Tensor], q: Tensor, k: Tensor, causal: bool) -> Tensor:
+def _join_blocks(blocks: list[Tensor], q: Tensor, k: Tensor, causal: bool) -> Tensor:
     """Blocks of rows of some heads after another, as one tensor `[n, l, ...]`."""
     count = len(_tiles(q, k, causal)[1])
     heads = blocks if count == 1 else [torch.cat(blocks[i : i + count], 1) for i in range(0, len(blocks), count)]
@@ -253,17 +253,17 @@ def _in_place(
     y, scratch = q.new_empty(*q.shape[:2], v.shape[-1]), _Scratch(2, q, k, hidden.causal)
     heads, blocks = _tiles(q, k, hidden.causal)
     for n in heads:
-        k_, v_ = _wide(k[n]), _wide(v[n])
-        tk, tv = (_wide(t[n]) for t in tangents[1:]) if tangents else (k_, v_)
+        k_, v_ = _as_float(k[n]), _as_float(v[n])
+        tk, tv = (_as_float(t[n]) for t in tangents[1:]) if tangents else (k_, v_)
         keys = torch.cat([k_, tk], -1)
         for rows in blocks:
             visible = hidden.visible_keys(rows, k.shape[-2])
-            x = _wide(q[n, rows]) * scale
+            x = _as_float(q[n, rows]) * scale
             p = scratch.weights(0, n, rows, x, k_[:, visible], hidden)
             if not tangents:
                 y[n, rows] = p @ v_[:, visible]
                 continue
-            queries = torch.cat([_wide(tangents[0][n, rows]) * scale, x], -1)
+            queries = torch.cat([_as_float(tangents[0][n, rows]) * scale, x], -1)
             dp = _along_in_place(p, scratch.products(1, queries, keys[:, visible]))
             y[n, rows] = (dp @ v_[:, visible]).baddbmm_(p, tv[:, visible])
     return y
@@ -274,16 +274,16 @@ def _gradients_in_place(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The gradients of q, k and v, given these and a cotangent, and the tangents of the gradients."""
     (q, k, v, ct), (tq, tk, tv, tct) = values, tangents
-    grads, grad_tangents = ([x.new_zeros(x.shape, dtype=_wide(x[:0]).dtype) for x in (q, k, v)] for _ in range(2))
+    grads, grad_tangents = ([x.new_zeros(x.shape, dtype=_as_float(x[:0]).dtype) for x in (q, k, v)] for _ in range(2))
     scratch = _Scratch(5, q, k, hidden.causal)
     heads, blocks = _tiles(q, k, hidden.causal)
     for n in heads:
-        k_, v_, tk_, tv_ = (_wide(x[n]) for x in (k, v, tk, tv))
+        k_, v_, tk_, tv_ = (_as_float(x[n]) for x in (k, v, tk, tv))
         keys, columns = torch.cat([k_, tk_], -1), torch.cat([v_, tv_], -1)
         for rows in blocks:
             visible = hidden.visible_keys(rows, k.shape[-2])
-            x, tx = (_wide(y[n, rows]) * scale for y in (q, tq))
-            c, tc = (_wide(y[n, rows]) for y in (ct, tct))
+            x, tx = (_as_float(y[n, rows]) * scale for y in (q, tq))
+            c, tc = (_as_float(y[n, rows]) for y in (ct, tct))
             p = scratch.weights(0, n, rows, x, k_[:, visible], hidden)
             dp = _along_in_place(p, scratch.products(1, torch.cat([tx, x], -1), keys[:, visible]))
             g = scratch.products(2, c, v_[:, visible])

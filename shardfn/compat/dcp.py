@@ -47,7 +47,7 @@ def read_checkpoint_metadata(content: bytes) -> tuple[dict[str, Any], dict[str, 
     """
     from torch.distributed.checkpoint import filesystem, metadata
 
-    described = _described(content)
+    described = _read_metadata(content)
     places: dict[tuple[str, Any], filesystem._StorageInfo] = {
         (index.fqn, index.offset and tuple(index.offset)): place for index, place in described.storage_data.items()
     }
@@ -74,11 +74,11 @@ def read_checkpoint_keys(content: bytes) -> dict[str, tuple[Any, ...]]:
     Raises:
         pickle.UnpicklingError: the pickle refers to anything else.
     """
-    keys = _described(content).planner_data
+    keys = _read_metadata(content).planner_data
     return dict(keys) if isinstance(keys, dict) else {}
 
 
-def _described(content: bytes) -> Any:
+def _read_metadata(content: bytes) -> Any:
     from torch.distributed.checkpoint import metadata
 
     loaded = _Data(io.BytesIO(content)).load()

@@ -118,7 +118,7 @@ def own_kernels(answer: Callable[..., Any]) -> torch.library.Library:
     """
     lib = torch.library.Library("aten", "IMPL")
     for name in OF_ACCELERATORS + PAST_MODES:
-        lib.impl(name, functools.partial(answer, _named(name)), "PrivateUse1")
+        lib.impl(name, functools.partial(answer, _aten_op(name)), "PrivateUse1")
     return lib
 
 
@@ -130,7 +130,7 @@ def autocasting(rules: dict[str, Callable[..., Any]]) -> torch.library.Library:
     """
     lib = torch.library.Library("aten", "IMPL")
     for name, rule in rules.items():
-        lib.impl(name, functools.partial(_outside_autocast, rule, _named(name)), "AutocastPrivateUse1")
+        lib.impl(name, functools.partial(_outside_autocast, rule, _aten_op(name)), "AutocastPrivateUse1")
     rest = torch.library.Library("_", "IMPL")
     rest.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     lib.rest = rest  # type: ignore[attr-defined]  # both live as long as one
@@ -148,7 +148,7 @@ def outside_autocast() -> Any:
     return torch._C._ExcludeDispatchKeyGuard(key)
 
 
-def _named(name: str) -> Any:
+def _aten_op(name: str) -> Any:
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
 

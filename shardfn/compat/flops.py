@@ -62,16 +62,16 @@ def traffic_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
             if not isinstance(x, Tensor) or id(x) in counted:
                 continue
             counted.add(id(x))
-            nbytes = _bytes(x)
+            nbytes = _tensor_bytes(x)
             if i == 0 and packet in _LOOKUPS:
-                nbytes = min(nbytes, sum(map(_bytes, tensors_in(out))))
+                nbytes = min(nbytes, sum(map(_tensor_bytes, tensors_in(out))))
             elif i == 0 and packet in _PLACED:
                 nbytes = min(nbytes, max(y.nbytes for y in tensors_in(args[1:])))
             total += nbytes * (2 if written and packet not in _UNREAD else 1)
-    return total + sum(_bytes(x) for x in tensors_in(out) if id(x) not in counted)
+    return total + sum(_tensor_bytes(x) for x in tensors_in(out) if id(x) not in counted)
 
 
-def _bytes(x: Tensor) -> int:
+def _tensor_bytes(x: Tensor) -> int:
     """The bytes of a tensor; of one that is expanded, those that it has."""
     if x.layout is not torch.strided:
         return 0

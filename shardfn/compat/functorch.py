@@ -169,7 +169,7 @@ def alive(x: torch.Tensor) -> torch.Tensor:
     return torch._C._functorch.unwrap_if_dead(x)
 
 
-def ended(x: torch.Tensor) -> torch.Tensor:
+def in_ended_transform(x: torch.Tensor) -> torch.Tensor:
     """Returns a tensor in the wrapper of a transform that has ended, to which autograd may attach a graph."""
     functorch = torch._C._functorch
     level = functorch._grad_increment_nesting()
@@ -279,7 +279,7 @@ def level() -> int:
     return 0 if top is None else top.level()
 
 
-def mapped(x: torch.Tensor, level: int) -> torch.Tensor:
+def as_row(x: torch.Tensor, level: int) -> torch.Tensor:
     """Returns a tensor with a first dimension of rows as one row of it, inside of the vmap at this level."""
     return torch._C._functorch._add_batch_dim(x, 0, level)
 

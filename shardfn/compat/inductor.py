@@ -33,7 +33,7 @@ def traced_elsewhere(x: Tensor) -> bool:
     return isinstance(x, FakeTensor) and mode is not None and x.fake_mode is not mode
 
 
-def traced(f: Callable[..., list[Tensor]], tensors: Sequence[Tensor]) -> fx.GraphModule:
+def trace_operations(f: Callable[..., list[Tensor]], tensors: Sequence[Tensor]) -> fx.GraphModule:
     """The operations of `f(*tensors)`, on tensors without numbers, in order; autograd and transforms are run through.
 
     Tensors from elsewhere are attributes of the graph.

@@ -52,7 +52,7 @@ class WrittenOut(Padded):
     """As `Padded`, and layer, batch, instance and weight norms are composed of elementary operations."""
 
 
-def _embedding(
+def _embedding_with_padding(
     input: Tensor,
     weight: Tensor,
     padding_idx: int | None = None,
@@ -82,7 +82,7 @@ def _layer_norm(
         or any(p is not None and tuple(p.shape) != shape for p in (weight, bias))
     ):
         raise RuntimeError(f"layer_norm: normalized_shape={shape}, and the input has shape {tuple(input.shape)}")
-    x = _standard(_wide(input), tuple(range(-len(shape), 0)), eps)[0]
+    x = _standard(_as_float(input), tuple(range(-len(shape), 0)), eps)[0]
     autocast = input.is_cuda and torch.is_autocast_enabled("cuda")  # where torch returns float32
     return _affine(x, weight, bias, shape).to(torch.float32 if autocast else input.dtype)
 
@@ -103,10 +103,10 @@ def _batch_norm(
     if training and input.numel() == input.shape[1]:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.shape}")
     if training or running_mean is None or running_var is None:
-        x, mean, var = _standard(_wide(input), (0, *range(2, input.ndim)), eps)
+        x, mean, var = _standard(_as_float(input), (0, *range(2, input.ndim)), eps)
         _follow(running_mean, running_var, mean, var, momentum, input.numel() // input.shape[1])
     else:
-        x = (_wide(input) - running_mean.view(shape)) * (running_var.view(shape) + eps).rsqrt()
+        x = (_as_float(input) - running_mean.view(shape)) * (running_var.view(shape) + eps).rsqrt()
     return _affine(x, weight, bias, shape).to(input.dtype)
 
 
@@ -122,7 +122,7 @@ def _instance_norm(
 ) -> Tensor:
     if not use_input_stats:
         return _batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
-    x, mean, var = _standard(_wide(input), tuple(range(2, input.ndim)), eps)
+    x, mean, var = _standard(_as_float(input), tuple(range(2, input.ndim)), eps)
     _follow(running_mean, running_var, mean.mean(0), var.mean(0), momentum, input[0, 0].numel())
     return _affine(x, weight, bias, (1, -1, *(1,) * (input.ndim - 2))).to(input.dtype)
 
@@ -138,8 +138,8 @@ def _as_torch_orders(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     dims = tuple(i for i in range(v.ndim) if i != dim % v.ndim) if dim != -1 else tuple(range(v.ndim))
-    x = _wide(v)
-    return (x * (_wide(g) / x.square().sum(dims, keepdim=True).sqrt())).to(v.dtype)
+    x = _as_float(v)
+    return (x * (_as_float(g) / x.square().sum(dims, keepdim=True).sqrt())).to(v.dtype)
 
 
 def _standard(x: Tensor, dims: tuple[int, ...], eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -163,11 +163,11 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: tuple[
     return x if bias is None else x + bias.view(shape)
 
 
-def _wide(x: Tensor) -> Tensor:
+def _as_float(x: Tensor) -> Tensor:
     return x.float() if x.dtype.itemsize < 4 else x
 
 
-Padded.table = {F.embedding: _embedding}
+Padded.table = {F.embedding: _embedding_with_padding}
 WrittenOut.table = Padded.table | {
     F.layer_norm: _layer_norm,
     torch.layer_norm: _layer_norm,

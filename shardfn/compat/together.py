@@ -35,7 +35,7 @@ def pairs_of(*tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor | None,
 
 def product(x: Tensor, w: Tensor) -> Any:
     """As `torch.matmul`: a product of rows with a matrix."""
-    if not (_plain(x, w) and x.ndim >= 2 and w.ndim == 2 and x.shape[-1] == w.shape[0]):
+    if not (_are_plain(x, w) and x.ndim >= 2 and w.ndim == 2 and x.shape[-1] == w.shape[0]):
         return torch.matmul(x, w)
     y: Tensor = _MatmulWithTangent.apply(x.reshape(-1, x.shape[-1]), w, _unread(w))  # type: ignore[no-untyped-call]
     return y if x.ndim == 2 else y.view(*x.shape[:-1], w.shape[-1])
@@ -43,8 +43,8 @@ def product(x: Tensor, w: Tensor) -> Any:
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     """As `torch.nn.functional.linear`."""
-    rows = _plain(input, weight) and input.ndim >= 2 and weight.ndim == 2 and input.shape[-1] == weight.shape[1]
-    if not rows or not (bias is None or _plain(input, bias)):
+    rows = _are_plain(input, weight) and input.ndim >= 2 and weight.ndim == 2 and input.shape[-1] == weight.shape[1]
+    if not rows or not (bias is None or _are_plain(input, bias)):
         return F.linear(input, weight, bias)
     w = weight.mT
     if hasattr(weight, _UNREAD):
@@ -53,7 +53,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     return y if bias is None else y + bias
 
 
-def _plain(*tensors: Any) -> bool:
+def _are_plain(*tensors: Any) -> bool:
     first = tensors[0]
     return not torch.compiler.is_compiling() and all(
         type(x) in (Tensor, torch.nn.Parameter)
@@ -106,16 +106,16 @@ class _MatmulWithTangent(torch.autograd.Function):
         if (pairs := pairs_of(x, w, ct)) is None:
             return ct @ w.mT if of_x else None, x.mT @ ct if of_w else None, None
         (x, w, ct), (tx, tw, tct) = pairs
-        dx = _dual(ct @ w.mT, _sum(((tct, _turned(w)), (ct, _turned(tw))))) if of_x else None
+        dx = _maybe_dual(ct @ w.mT, _sum(((tct, _transpose(w)), (ct, _transpose(tw))))) if of_x else None
         if not of_w:
             return dx, None, None
-        weight_tangent = _sum(((_turned(tx), ct), (x.mT, tct)))
+        weight_tangent = _sum(((_transpose(tx), ct), (x.mT, tct)))
         # Hooks of a parameter may use its gradient.
         if weight_tangent is not None and ctx.hooks is not None and not ctx.hooks:
             nothing = torch.empty_like(weight_tangent)  # of which no page is touched but one
             nothing[0, 0] = math.nan  # a number that would be seen wherever it was used
             return dx, functorch.dual(nothing, weight_tangent), None
-        return dx, _dual(x.mT @ ct, weight_tangent), None
+        return dx, _maybe_dual(x.mT @ ct, weight_tangent), None
 
     @staticmethod
     def jvp(ctx: Any, tx: Tensor | None, tw: Tensor | None, _: None) -> Tensor | None:
@@ -127,7 +127,7 @@ class _MatmulWithTangent(torch.autograd.Function):
         return products[0] if len(products) == 1 else products[0] + products[1]
 
 
-def _turned(x: Tensor | None) -> Tensor | None:
+def _transpose(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.mT
 
 
@@ -140,7 +140,7 @@ def _sum(terms: Sequence[tuple[Tensor | None, Tensor | None]]) -> Tensor | None:
     return total
 
 
-def _dual(x: Tensor, tangent: Tensor | None) -> Tensor:
+def _maybe_dual(x: Tensor, tangent: Tensor | None) -> Tensor:
     return x if tangent is None else functorch.dual(x, tangent)
 
 
@@ -149,12 +149,12 @@ def _dual(x: Tensor, tangent: Tensor | None) -> Tensor:
 
 def silu(input: Tensor, inplace: bool = False) -> Any:
     """As `torch.nn.functional.silu`."""
-    return F.silu(input, inplace) if inplace or not _plain(input) else _ActivationWithTangent.apply(input, "silu")  # type: ignore[no-untyped-call]
+    return F.silu(input, inplace) if inplace or not _are_plain(input) else _ActivationWithTangent.apply(input, "silu")  # type: ignore[no-untyped-call]
 
 
 def gelu(input: Tensor, approximate: str = "none") -> Any:
     """As `torch.nn.functional.gelu`."""
-    if approximate != "none" or not _plain(input):
+    if approximate != "none" or not _are_plain(input):
         return F.gelu(input, approximate=approximate)
     return _ActivationWithTangent.apply(input, "gelu")  # type: ignore[no-untyped-call]
 

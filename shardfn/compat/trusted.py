@@ -24,7 +24,7 @@ def trusted(kernel: str, device: torch.device, check: Callable[[], str]) -> bool
     if key not in _found:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return False  # the check makes the host wait, which a CUDA graph cannot hold
-        problem = _tried(check)
+        problem = _run_check(check)
         _found[key] = not problem
         if problem:
             warnings.warn(
@@ -35,7 +35,7 @@ def trusted(kernel: str, device: torch.device, check: Callable[[], str]) -> bool
     return _found[key]
 
 
-def _tried(check: Callable[[], str]) -> str:
+def _run_check(check: Callable[[], str]) -> str:
     try:
         with functorch.outside_transforms(), dispatch.outside_modes(), torch.inference_mode(False), torch.no_grad():
             return check()

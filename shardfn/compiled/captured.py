@@ -108,7 +108,7 @@ class StepProgram:
     def rehearse(self, leaves: list[Any]) -> tuple[list[Any], optree.PyTreeSpec]:
         """Runs the step as it will be captured, and notes what it does."""
         forget_gathered(self.device)  # as before the graph, whose operations are compared with these
-        watch = StepWatch(self.name, _tensors(leaves), self.device)
+        watch = StepWatch(self.name, _only_tensors(leaves), self.device)
         results, tree = self.watched(watch, leaves)
         late_checks.after_replay(watch.late)
         self.notes, self.form = watch.notes, ResultStructure.from_leaves(results, tree)
@@ -214,7 +214,7 @@ class Captured:
         stream = torch.get_device_module(self.program.device).current_stream(self.program.device)
         if stream not in self.streams:
             self.streams.add(stream)
-            for x in (*_tensors(self.arguments), *_tensors(self.results), *self.held):
+            for x in (*_only_tensors(self.arguments), *_only_tensors(self.results), *self.held):
                 x.record_stream(stream)
 
     def _on_cpu(self, leaves: list[Any], first: bool) -> list[Any]:
@@ -222,7 +222,7 @@ class Captured:
         arguments = [x.detach() if i in carried else x for i, x in enumerate(leaves)]
         if first and self.program.form is not None:
             forget_gathered(self.program.device)
-            watch = StepWatch(self.program.name, _tensors(arguments), self.program.device, self.program.notes)
+            watch = StepWatch(self.program.name, _only_tensors(arguments), self.program.device, self.program.notes)
             results, self.tree = self.program.watched(watch, arguments)
         else:
             results, self.tree = self.program.step(arguments)
@@ -275,7 +275,7 @@ def captured(program: StepProgram, leaves: list[Any], stream: Any, pool: Any) ->
     ]
     module, error = torch.get_device_module(program.device), None
     graph = module.CUDAGraph()
-    watch = StepWatch(program.name, _tensors(arguments), program.device, program.notes)
+    watch = StepWatch(program.name, _only_tensors(arguments), program.device, program.notes)
     result = Captured(program, graph, arguments)
     stream.wait_stream(module.current_stream(program.device))
     try:
@@ -332,7 +332,7 @@ def unshared_result(leaves: list[Any], tree: optree.PyTreeSpec) -> Any:
     return optree.tree_unflatten(tree, unaliased)
 
 
-def _tensors(leaves: Iterable[Any]) -> list[Tensor]:
+def _only_tensors(leaves: Iterable[Any]) -> list[Tensor]:
     return [x for x in leaves if isinstance(x, Tensor)]
 
 

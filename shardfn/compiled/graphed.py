@@ -239,7 +239,7 @@ class Graphs:
         """Raises an error on all ranks unless these arguments are new to all of them."""
         tree, kinds = key[:2]
         previous = next((known for other, known, *_ in reversed(self.programs) if other == tree), kinds)
-        new = [f"{label(i)}: {_described(leaves[i])}" for i, kind in enumerate(kinds) if kind != previous[i]]
+        new = [f"{label(i)}: {_argument_text(leaves[i])}" for i, kind in enumerate(kinds) if kind != previous[i]]
         subject, advice = ALIKE
         advice = f"New here: {listed(new, 3)}. {advice}" if new else advice
         agree([NTH_CALL.format("first")], meshes, self.name, subject=(subject, advice))
@@ -358,7 +358,7 @@ def host_checks(kinds: Iterable[str] = KINDS) -> list[str]:
     return [*enabled, *(["torch.autograd.detect_anomaly"] if torch.is_anomaly_enabled() else [])]
 
 
-def _described(x: Any) -> str:
+def _argument_text(x: Any) -> str:
     return f"{x.dtype} {list(x.shape)} with strides {list(x.stride())}" if isinstance(x, Tensor) else short(x, 40)
 
 
@@ -380,13 +380,13 @@ def _carried(values: list[Any], result: Any) -> dict[int, int]:
         index += len(optree.tree_leaves(part))
     known: dict[Any, int] = {}
     for index, part, inner in _subtrees(result, structure):
-        known.setdefault((inner, _tensors(returned[index : index + inner.num_leaves])), index)
+        known.setdefault((inner, _tensor_ids(returned[index : index + inner.num_leaves])), index)
         if not inner.is_leaf():
             known.setdefault(id(part), index)
     matches: dict[int, int] = {}
 
     def match_subtree(value: Any, inner: optree.PyTreeSpec, start: int) -> None:
-        size, tensors = inner.num_leaves, _tensors(optree.tree_leaves(value))
+        size, tensors = inner.num_leaves, _tensor_ids(optree.tree_leaves(value))
         match = known.get((inner, tensors)) if tensors else None if inner.is_leaf() else known.get(id(value))
         if match is not None:
             matches.update((start + k, match + k) for k in range(size))
@@ -407,7 +407,7 @@ def _carried(values: list[Any], result: Any) -> dict[int, int]:
     return matches
 
 
-def _tensors(leaves: list[Any]) -> tuple[tuple[int, int], ...]:
+def _tensor_ids(leaves: list[Any]) -> tuple[tuple[int, int], ...]:
     return tuple((i, id(x)) for i, x in enumerate(leaves) if isinstance(x, Tensor))
 
 

@@ -31,35 +31,35 @@ def pure(module: fx.GraphModule) -> fx.GraphModule:
     kinds: dict[Any, fx.Node] = {}
     calls = [node for node in nodes if node.op == "call_function"]
     plain = [node for node in calls if node not in chained and node.target is not operator.getitem]
-    first = {node: kinds.setdefault(_kind(node), node) for node in plain}
+    first = {node: kinds.setdefault(_decomposition_key(node), node) for node in plain}
     return _Decompositions([node for node in calls if node in chained or first.get(node) is node], chained).joined(
         nodes, first
     )
 
 
-def _tensors(node: fx.Node) -> list[Tensor]:
+def _node_tensors(node: fx.Node) -> list[Tensor]:
     return [x for x in optree.tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)]
 
 
-def _filled(x: Any, value: Callable[[fx.Node], Any]) -> Any:
+def _with_values(x: Any, value: Callable[[fx.Node], Any]) -> Any:
     """Arguments of a node with values in place of nodes, in containers that are no longer fx's own."""
     if isinstance(x, (list, tuple)):
-        return [_filled(y, value) for y in x]
+        return [_with_values(y, value) for y in x]
     if isinstance(x, dict):
-        return {k: _filled(y, value) for k, y in x.items()}
+        return {k: _with_values(y, value) for k, y in x.items()}
     return value(x) if isinstance(x, fx.Node) else x
 
 
 def overwrites(node: fx.Node) -> list[fx.Node]:
     """The arguments into which an operation writes."""
-    args, kwargs = _filled((node.args, node.kwargs), lambda x: x)
+    args, kwargs = _with_values((node.args, node.kwargs), lambda x: x)
     return written(node.target, args, kwargs, fx.Node)
 
 
 def _chained(nodes: list[fx.Node]) -> set[fx.Node]:
     """The operations that read, make or write memory that any of them overwrites."""
     calls = [node for node in nodes if node.op == "call_function"]
-    tensors = {node: _tensors(node) for node in nodes}
+    tensors = {node: _node_tensors(node) for node in nodes}
     if any(x.layout is not torch.strided for node_tensors in tensors.values() for x in node_tensors):
         return set(calls)  # whose memory says nothing of aliases
     storages = {node: {autograd.storage_of(x) for x in node_tensors} for node, node_tensors in tensors.items()}
@@ -78,7 +78,7 @@ def _chained(nodes: list[fx.Node]) -> set[fx.Node]:
     return chained
 
 
-def _kind(node: fx.Node) -> Any:
+def _decomposition_key(node: fx.Node) -> Any:
     """A key, equal for operations with the same decomposition."""
     index = {x: i for i, x in enumerate(node.all_input_nodes)}
 
@@ -93,7 +93,7 @@ def _kind(node: fx.Node) -> Any:
 
     kinds = [
         (x.dtype, x.shape, x.stride(), x.storage_offset(), x.device, x.is_conj(), x.is_neg())
-        for y in index for x in _tensors(y)
+        for y in index for x in _node_tensors(y)
     ]  # fmt: skip
     return node.target, exact((node.args, node.kwargs)), tuple(kinds)
 
@@ -148,7 +148,7 @@ class _Decompositions:
             return values[x] if x in values else inputs[None, x]
 
         for node in self.run:
-            args, kwargs = _filled((node.args, node.kwargs), functools.partial(read, node))
+            args, kwargs = _with_values((node.args, node.kwargs), functools.partial(read, node))
             result = node.target(*args, **kwargs)  # type: ignore[operator]
             self.members[node] = inductor.newest_nodes(*last)
             last = self.members[node][-1:] or last

@@ -49,11 +49,11 @@ def _only_puts(node: fx.Node) -> bool:
     source: Any = node.args[1]
     while source.target in (_aten.clone.default, _aten.copy.default):
         source = source.args[source.target is _aten.copy.default]
-    same_kind = any(_kind(x) == _kind(source) for x in source.all_input_nodes)
+    same_kind = any(_value_kind(x) == _value_kind(source) for x in source.all_input_nodes)
     return source.op == "placeholder" or is_free(source) or (same_kind and inductor.leaves_out(source.target))
 
 
-def _kind(node: fx.Node) -> Any:
+def _value_kind(node: fx.Node) -> Any:
     value = node.meta["val"]
     return (value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value
 
@@ -129,7 +129,7 @@ def uncloned(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op != "call_function" or node.target is not _aten.clone.default:
             continue
-        if _kind(node) == _kind(node.args[0]) and not any(user.op == "output" for user in _readers(node)):
+        if _value_kind(node) == _value_kind(node.args[0]) and not any(user.op == "output" for user in _readers(node)):
             node.replace_all_uses_with(node.args[0])
 
 
@@ -185,7 +185,7 @@ def _sources(node: fx.Node) -> list[fx.Node]:
     return list(sources)
 
 
-def _split(run: list[fx.Node]) -> list[list[fx.Node]]:
+def _independent_parts(run: list[fx.Node]) -> list[list[fx.Node]]:
     """Parts of a run of operations that need nothing of each other, or only single numbers, such as a norm.
 
     Numbers are computed apart from the rest, so that equal parts are regions of the same kind.
@@ -210,7 +210,7 @@ def _split(run: list[fx.Node]) -> list[list[fx.Node]]:
         same_size_reads[node] = [x for x in same_size_reads[node] if level[x] == level[node]]
         if small[node]:
             same_size_reads[node].append(numbers.setdefault(level[node], node))
-    return sorted(_joined(run, same_size_reads), key=lambda nodes: level[nodes[0]])
+    return sorted(_components(run, same_size_reads), key=lambda nodes: level[nodes[0]])
 
 
 Edges = dict[fx.Node, list[fx.Node]]
@@ -225,7 +225,7 @@ def _levels(run: list[fx.Node], reads: Edges, small: dict[fx.Node, bool], same_s
     level: dict[fx.Node, int] = {}
     for node in run:
         level[node] = max((level[x] + (small[x] is not small[node]) for x in reads[node]), default=0)
-    for nodes in _joined(run, same_size_reads):
+    for nodes in _components(run, same_size_reads):
         last = max(level[node] for node in nodes)
         level |= {node: last for node in nodes if node.target is _aten.copy_.default}
     readers: Edges = {node: [] for node in run}
@@ -241,7 +241,7 @@ def _levels(run: list[fx.Node], reads: Edges, small: dict[fx.Node, bool], same_s
     return level
 
 
-def _joined(run: list[fx.Node], edges: Edges) -> list[list[fx.Node]]:
+def _components(run: list[fx.Node], edges: Edges) -> list[list[fx.Node]]:
     """The nodes that edges connect, in order."""
     parent = {node: node for node in run}
 
@@ -279,10 +279,10 @@ def _region(nodes: list[fx.Node]) -> Region:
     for node in nodes:
         copied(node)
     graph.output(tuple(known[node] for node in outputs))
-    return Region(nodes, inputs, outputs, fx.GraphModule({}, graph), described(graph))
+    return Region(nodes, inputs, outputs, fx.GraphModule({}, graph), graph_text(graph))
 
 
-def described(graph: fx.Graph) -> str:
+def graph_text(graph: fx.Graph) -> str:
     """A graph's operations, without names."""
     index = {node: i for i, node in enumerate(graph.nodes)}
     lines = []
@@ -488,7 +488,7 @@ def _steps(graph: fx.Graph) -> list[Region | fx.Node]:
     run: list[fx.Node] = []
 
     def end_run() -> None:
-        steps.extend(_region(nodes) for nodes in _split(run))
+        steps.extend(_region(nodes) for nodes in _independent_parts(run))
         run.clear()
 
     for node in graph.nodes:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.collectives.capturing import Watch, capturing
 from shardfn.collectives.ledger import attributed_to
-from shardfn.collectives.scheduled import Scheduled, run
+from shardfn.collectives.scheduled import Scheduled, run_in_graph
 from shardfn.compat import dispatch, functorch
 from shardfn.compat.autograd import storage_of
 from shardfn.compat.modes import DispatchMode, innermost_unseen
@@ -231,7 +231,7 @@ class TracedReductions:
     def _run(self, reduction: Reduction, gradients: Sequence[Tensor | None], part: str) -> Tensor:
         work = Reducing(self.schedule, reduction, self.stage, part, self.begins and part != "replicas")
         self.begins = self.begins and part == "replicas"
-        (reduced,) = run(work, gradients)
+        (reduced,) = run_in_graph(work, gradients)
         return reduced
 
     def _add(self, total: GradientSum, gradients: Sequence[Tensor | None]) -> None:
@@ -323,7 +323,7 @@ class Traced(Schedule):
         if leaves and secondary is not None:
             pieces = [b for a, b in zip(request.plan.each, secondary.each, strict=True) if a is not b]
         work = GatherFunction(self.runs, request, pieces, call.signature.options.prefetch)
-        outputs = run(work, request.shards)
+        outputs = run_in_graph(work, request.shards)
         # Backward gathers from these.
         local_pieces = dict(zip(request.plan.each, request.shards, strict=True) if request.again else ())
         local_pieces.update(zip(pieces, outputs[len(outputs) - len(pieces) :], strict=True))
@@ -345,10 +345,10 @@ class Traced(Schedule):
 
 def in_graph() -> Any:
     """A context in which this thread calls stages as operations of the step that it traces."""
-    return replaced(way, call=_called)
+    return replaced(way, call=_call_traced)
 
 
-def _called(signature: Signature, leaves: list[Any]) -> Any:
+def _call_traced(signature: Signature, leaves: list[Any]) -> Any:
     if not dispatch.in_graph() or functorch.inside_transform() or functorch.inside_forward_mode():
         return called(signature, leaves)
     return called_by(traced_schedule, signature, leaves)
@@ -405,7 +405,7 @@ class ReplayedDraws(DispatchMode):
         self.drawn, self.again, self.at, self.policy = draws, is_replay, 0, policy
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded not in func.tags or not _draws(func, args, kwargs or {}):
+        if torch.Tag.nondeterministic_seeded not in func.tags or not _draws_numbers(func, args, kwargs or {}):
             return func(*args, **(kwargs or {}))
         with innermost_unseen() if self.policy else contextlib.nullcontext():
             if not self.again:
@@ -422,7 +422,7 @@ class ReplayedDraws(DispatchMode):
             return args[0].copy_(numbers) if func._schema.is_mutable else numbers
 
 
-def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+def _draws_numbers(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether an operation that may draw random numbers does: attention draws none without dropout."""
     for i, argument in enumerate(func._schema.arguments):
         if argument.name == "dropout_p":

@@ -75,26 +75,26 @@ class CapturedValue(NamedTuple):
         """Whether this is the same object, an equal number or string, or a function of the same code."""
         if isinstance(self.value, weakref.ref):
             return current is self.value or (current is not None and current is self.value())
-        return _same(self.value, current)
+        return _same_value(self.value, current)
 
     def describe_change(self, where: str, current: Any) -> str:
         """Returns how the value differs, as a message; of several, the first that does."""
         value, inside = self.value, where.partition(" in ")[2]
         if self.parts and type(current) is tuple and len(current) == len(value) == len(self.parts):
-            i = next(i for i, pair in enumerate(zip(value, current, strict=True)) if not _same(*pair))
+            i = next(i for i, pair in enumerate(zip(value, current, strict=True)) if not _same_value(*pair))
             where, value, current = f"{self.parts[i]} in {inside}", value[i], current[i]
         while (
             type(current) is type(value) is tuple and len(current) == len(value) and not _is_plain((*value, *current))
         ):
-            value, current = next(pair for pair in zip(value, current, strict=True) if not _same(*pair))
+            value, current = next(pair for pair in zip(value, current, strict=True) if not _same_value(*pair))
         if type(current) is type(value) is tuple and not _is_plain((*value, *current)):
             return f"{where}: there are more or fewer now"
         if isinstance(value, weakref.ref) and isinstance(current, (weakref.ref, Tensor, nn.Module)):
-            return f"{where} is another {_kind(current)} now"
+            return f"{where} is another {_type_name(current)} now"
         return f"{where} is {_shown(current)} now, and was {_shown(value)}"
 
 
-def _same(x: Any, y: Any) -> bool:
+def _same_value(x: Any, y: Any) -> bool:
     if x is y:
         return True
     if isinstance(x, FunctionType):
@@ -102,7 +102,7 @@ def _same(x: Any, y: Any) -> bool:
     if type(x) is not type(y):
         return False
     if type(x) is tuple:
-        return len(x) == len(y) and (all(map(operator.is_, x, y)) or all(map(_same, x, y)))
+        return len(x) == len(y) and (all(map(operator.is_, x, y)) or all(map(_same_value, x, y)))
     return isinstance(x, _PLAIN) and repr(x) == repr(y)
 
 
@@ -124,7 +124,7 @@ def captured_values(step: Callable[..., Any]) -> Around:
     return {
         f"{where} in {f.__qualname__}": CapturedValue(*captured)
         for f, bound in functions if not _is_of_library(f)
-        for name, read in (*_reads(f), *bound) for where, *captured in _looked(name, read, named)
+        for name, read in (*_readers(f), *bound) for where, *captured in _looked(name, read, named)
     }  # fmt: skip
 
 
@@ -162,7 +162,7 @@ def _differs(around: Around, current: Around) -> str:
 
 def _shown(x: Any) -> str:
     if isinstance(x, weakref.ref):
-        return f"a {_kind(x)}"
+        return f"a {_type_name(x)}"
     if isinstance(x, _FUNCTIONS):
         return f"the function {f'at line {x.__code__.co_firstlineno}' if isinstance(x, FunctionType) else x.__name__}"
     if x is _GONE or isinstance(x, (Tensor, nn.Module)):
@@ -170,7 +170,7 @@ def _shown(x: Any) -> str:
     return short(repr(x), 40)
 
 
-def _kind(x: Any) -> str:
+def _type_name(x: Any) -> str:
     x = x() if isinstance(x, weakref.ref) else x
     return (
         "module" if isinstance(x, nn.Module) else "tensor" if x is None or isinstance(x, Tensor) else type(x).__name__
@@ -198,7 +198,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(x)
 
 
-def _reads(f: FunctionType) -> Iterator[tuple[str, Read]]:
+def _readers(f: FunctionType) -> Iterator[tuple[str, Read]]:
     """Yields the closure variables, globals and defaults that a function names, with readers."""
     for name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
         yield name, functools.partial(getattr, cell, "cell_contents")
@@ -213,7 +213,7 @@ def _reads(f: FunctionType) -> Iterator[tuple[str, Read]]:
         yield name, functools.partial(_then, operator.itemgetter(name), functools.partial(getattr, f, "__kwdefaults__"))
 
 
-def _values(reads: Iterator[tuple[str, Read]]) -> Iterator[Any]:
+def _readable_values(reads: Iterator[tuple[str, Read]]) -> Iterator[Any]:
     """Yields the values that can be read.
 
     A cell may not be set yet, and a name may be one of an attribute.
@@ -253,7 +253,7 @@ def _looked(name: str, read: Read, named: set[str], inside: bool = False) -> Ite
             yield from _looked(f"{name}.{part}", functools.partial(_then, operator.attrgetter(part), read), named)
     elif not isinstance(x, type) and not _is_of_library(x):
         kind: Any = type(x)
-        for key in sorted(named & (_attributes(x).keys() | _names_of(kind))):
+        for key in sorted(named & (_attributes(x).keys() | _class_names(kind))):
             reread = functools.partial(_then, functools.partial(_attribute_of, key), read)
             yield from _looked(f"{name}.{key}", reread, named, inside=True)
 
@@ -385,14 +385,14 @@ def _noted(x: Any, named: frozenset[str]) -> Any:
         if left[0] <= 0:
             return kind
         named = named | _read_by(kind, named)
-        names = sorted(named & (_attributes(x).keys() | _names_of(kind)))
+        names = sorted(named & (_attributes(x).keys() | _class_names(kind)))
         return (kind, *[(name, note(_own_if_set(name, x), named)) for name in names])
 
     return note(x, named)
 
 
 @functools.lru_cache(maxsize=1024)
-def _names_of(kind: Any) -> frozenset[str]:
+def _class_names(kind: Any) -> frozenset[str]:
     """The names of what a class and those that it comes from have."""
     return frozenset[str]().union(*map(vars, kind.__mro__[:-1]))
 
@@ -449,7 +449,10 @@ def _functions(step: Any) -> Iterator[tuple[FunctionType, list[tuple[str, Read]]
             names = f.__code__.co_names if owner is not None else ()
             methods = [inspect.getattr_static(type(owner), name, None) for name in names]
             methods = [m.fget if isinstance(m, property) else m for m in methods]
-            todo += [*_values(_reads(f)), *(MethodType(m, owner) for m in methods if isinstance(m, FunctionType))]
+            todo += [
+                *_readable_values(_readers(f)),
+                *(MethodType(m, owner) for m in methods if isinstance(m, FunctionType)),
+            ]
         todo += [*_forwards(x), *filter(callable, [_attributes(x).get("__wrapped__")])]
 
 

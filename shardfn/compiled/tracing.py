@@ -103,7 +103,7 @@ class TracedCall:
 
         try:
             with unrecorded():
-                graph = inductor.traced(flat, [*(leaves[i] for i in tensor_indices), *outside])
+                graph = inductor.trace_operations(flat, [*(leaves[i] for i in tensor_indices), *outside])
         except inductor.needs_numbers() as error:
             raise RuntimeError(
                 f"{program.name}: the step does what needs numbers on the host, and a step that is traced has none: "
@@ -123,7 +123,7 @@ class TracedCall:
             if any(map(_overwritten, fresh)) and not x.untyped_storage().resizable():
                 raise _foreign(program, x)
         regions.unaliased(graph.graph)
-        traced = regions.described(graph.graph)
+        traced = regions.graph_text(graph.graph)
         parts = program, tensor_indices, graph, list(outside), constants, watch.works, watch.sent, tree, results, traced
         return cls(*parts), watch.overwritten
 
@@ -143,8 +143,8 @@ class TracedCall:
         for node, serves in zip(unscheduled, self.sent, strict=True):
             node.meta["serves"] = serves
         regions.simplified(graph)
-        self.collectives = [_collective(node) for node in graph.nodes if regions.is_collective(node)]
-        self.graph, self.text = fx.GraphModule({}, graph), regions.described(graph)
+        self.collectives = [_collective_text(node) for node in graph.nodes if regions.is_collective(node)]
+        self.graph, self.text = fx.GraphModule({}, graph), regions.graph_text(graph)
 
     def _carry(self, graph: fx.Graph) -> None:
         """Writes results into the arguments that they become; the others stay results."""
@@ -187,20 +187,20 @@ class TracedCall:
 
     def difference(self, other: TracedCall) -> str:
         """Returns how another, unscheduled trace of the step differs, as a message; empty if nothing."""
-        if self.traced == other.traced and all(map(_same, self.constants, other.constants)):
+        if self.traced == other.traced and all(map(_same_elements, self.constants, other.constants)):
             return ""
         other.schedule()
         pairs = zip(self.text.split("\n"), other.text.split("\n"), strict=False)
         previous, current = next(((a, b) for a, b in pairs if a != b), ("", ""))
-        if self.text == other.text and all(map(_same, self.constants, other.constants)):
+        if self.text == other.text and all(map(_same_elements, self.constants, other.constants)):
             return ""
         if current:
             return f"{short(current, 200)}, and at the last call {short(previous, 200)}"
-        different = [x for x, y in zip(self.constants, other.constants, strict=False) if not _same(x, y)]
+        different = [x for x, y in zip(self.constants, other.constants, strict=False) if not _same_elements(x, y)]
         return f"the same with other tensors from elsewhere, of shapes {listed([list(x.shape) for x in different])}"
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def _same_elements(a: Tensor, b: Tensor) -> bool:
     """Whether tensors from elsewhere are the same, or numbers that the step writes out."""
     return a is b or (a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all()))
 
@@ -415,7 +415,7 @@ def _with_meta_of(node: fx.Node, other: fx.Node) -> fx.Node:
     return node
 
 
-def _collective(node: fx.Node) -> str:
+def _collective_text(node: fx.Node) -> str:
     """A collective as ranks compare it."""
     if node.target is SCHEDULED:
         return str(known(node.args[1]))  # type: ignore[arg-type]
@@ -423,4 +423,4 @@ def _collective(node: fx.Node) -> str:
     x, *statics = node.args
     names = [argument.name for argument in op._schema.arguments]
     name = op._schema.name.rpartition("::")[2]
-    return f"{name} of {ops.described(name, x.meta['val'], dict(zip(names[1:], statics, strict=True)))}"  # type: ignore[union-attr]
+    return f"{name} of {ops.describe_call(name, x.meta['val'], dict(zip(names[1:], statics, strict=True)))}"  # type: ignore[union-attr]

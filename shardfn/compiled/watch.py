@@ -80,7 +80,7 @@ class StepWatch(Watch, modes.Watching):
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         watched = [x for x in tensors if self._watches(x)]
         runs = func.namespace != "prim"  # `prim.device` only tells what a simulated device's tensor is
-        if runs and (watched or _device_of(kwargs) == self.device.type):
+        if runs and (watched or _requested_device(kwargs) == self.device.type):
             self._refuse(func, args, kwargs, tensors)
             self._note(func, leaves)
             for x in watched:
@@ -184,7 +184,7 @@ class StepWatch(Watch, modes.Watching):
                 "return it, and read it after the call; in place of an if use torch.where, and in place of math.cos "
                 "torch.cos",
             )
-        to = _device_of(kwargs) if packet is _aten._to_copy else None
+        to = _requested_device(kwargs) if packet is _aten._to_copy else None
         kinds = {x.device.type for x in tensors} | ({to} if to else set())
         if packet in _COPIES and len(kinds) > 1:
             self._refuse_host(
@@ -234,7 +234,7 @@ class StepWatch(Watch, modes.Watching):
         )
 
 
-def _device_of(kwargs: dict[str, Any]) -> str | None:
+def _requested_device(kwargs: dict[str, Any]) -> str | None:
     device = kwargs.get("device")
     return None if device is None else torch.device(device).type
 

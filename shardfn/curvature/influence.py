@@ -26,15 +26,23 @@ from torch import Tensor
 
 from shardfn.checkpoint import CheckpointError
 from shardfn.checkpoint.disk import sync, write_whole
-from shardfn.checkpoint.tensor_bytes import memory
+from shardfn.checkpoint.tensor_bytes import as_memoryview
 from shardfn.collectives.agree import agree, failing_together
 from shardfn.compat import process_groups
 from shardfn.curvature.operators import check_batches, count_of, each_of, must_take
-from shardfn.curvature.per_example import BatchArguments, Losses, checked, compare_once, kind_of, visit
-from shardfn.curvature.resuming import compare, made_of
+from shardfn.curvature.per_example import BatchArguments, Losses, checked_batch, compare_once, dtype_and_device, visit
+from shardfn.curvature.resuming import compare_fingerprints, made_of
 from shardfn.curvature.row_axes import cuts, refuse_cut, row_place, same_along
-from shardfn.curvature.row_gradients import Used, parts, single, sum_of_uses
-from shardfn.curvature.row_moments import Kind, OwnedParameter, factors, largest, over_all, places, turned
+from shardfn.curvature.row_gradients import Used, row_slices, single, sum_of_uses
+from shardfn.curvature.row_moments import (
+    Kind,
+    OwnedParameter,
+    factors,
+    max_over_ranks,
+    over_all,
+    owned_parameters,
+    rebased,
+)
 from shardfn.curvature.row_uses import Key, Receiver
 from shardfn.curvature.vectors import Space, draws_restored
 from shardfn.forward_mode.jvp import jvp
@@ -99,7 +107,7 @@ def influence(
         directions.append(space.tangents(solved))
     scores = []
     for batch in each_of(batches, name, losses):
-        rows = checked(params, functools.partial(tuple, batch), name)[1]
+        rows = checked_batch(params, functools.partial(tuple, batch), name)[1]
         same_along(sharded_axes, params, rows.leaves, name)
 
         def losses_at(values: Any, rows: BatchArguments = rows) -> Tensor:
@@ -241,15 +249,15 @@ def store_gradients(
     sketch = Sketch(space, size, int_seed(seed))
     rank, ranks = row_place(params)
     fingerprint = made_of(space, name, losses, batches)
-    _begin(path, sketch, fingerprint, ranks, None if batches is None else len(batches), name)  # type: ignore[arg-type]
+    _open_folder(path, sketch, fingerprint, ranks, None if batches is None else len(batches), name)  # type: ignore[arg-type]
     files = _files(path)
     count = json.loads((path / ABOUT).read_bytes())["batches"]
     if batches is not None:
         missing_here = [float((i, rank) not in files) for i in range(count)]
-        missing = largest(params, torch.tensor(missing_here, device=space.local_params[0].device)).tolist()
+        missing = max_over_ranks(params, torch.tensor(missing_here, device=space.local_params[0].device)).tolist()
         with draws_restored(space.local_params):
             for i, batch in enumerate(each_of(batches, name, losses)):
-                _write(path, sketch, losses, batch, (i, rank), files, bool(missing[i]), name)
+                _write_batch(path, sketch, losses, batch, (i, rank), files, bool(missing[i]), name)
         agree([], program_ranks(params), name)
     return _complete(path, sketch, count, name)
 
@@ -264,12 +272,12 @@ class Sketch:
     """
 
     def __init__(self, space: Space, size: int, seed: int) -> None:
-        self.space, self.size, self.seed, self.places = space, size, seed, places(space)
+        self.space, self.size, self.seed, self.places = space, size, seed, owned_parameters(space)
         self.dtype = torch.float64 if any(x.dtype == torch.float64 for x in space.local_params) else torch.float32
         self.columns: dict[Key, slice] = {}
         stop = 0
         for key, parameter in self.places.items():
-            start, stop = stop, stop + math.prod(min(n, size) for n in _shape(parameter))
+            start, stop = stop, stop + math.prod(min(n, size) for n in _matrix_shape(parameter))
             self.columns[key] = slice(start, stop)
         self.length = stop
 
@@ -284,18 +292,18 @@ class Sketch:
             values = torch.randn((n, self.size), generator=generator, dtype=torch.float64, device="cpu")
             return (values / self.size**0.5).to(parameter.unit.values.device, self.dtype)
 
-        left, right = (basis(side, n) for side, n in enumerate(_shape(parameter)))
+        left, right = (basis(side, n) for side, n in enumerate(_matrix_shape(parameter)))
         return left, right
 
     def of_rows(self, key: Key, numel: int, uses: Sequence[Used]) -> Tensor:
         """Returns the projected gradients of some rows with respect to a parameter, a sum of uses."""
-        shape, bases = _shape(self.places[key]), self.bases(key)
+        shape, bases = _matrix_shape(self.places[key]), self.bases(key)
         pairs = [factors(shape, use) for use in single(uses)] if len(self.places[key].shape) > 1 else [None]
         if all(pair is not None for pair in pairs):
             projected = [self._of_factors(*pair, shape, bases) for pair in pairs if pair is not None]
             return torch.stack(projected).sum(0).flatten(1)
-        gradients = [sum_of_uses(numel, uses, part).to(self.dtype) for part in parts(uses[0][0].rows, numel)]
-        return torch.cat([turned(g.view(-1, *shape), bases) for g in gradients]).flatten(1)
+        gradients = [sum_of_uses(numel, uses, part).to(self.dtype) for part in row_slices(uses[0][0].rows, numel)]
+        return torch.cat([rebased(g.view(-1, *shape), bases) for g in gradients]).flatten(1)
 
     def _of_factors(
         self, kind: Kind, vectors: tuple[Tensor, Tensor], shape: tuple[int, int], bases: Sequence[Tensor | None]
@@ -318,7 +326,9 @@ class Sketch:
         def of_block(block: OwnedBlock, x: Tensor) -> Tensor:
             key = keys[block.name]
             out = full if block.layout is None else owned
-            out[self.columns[key]] = turned(x.to(self.dtype).view(_shape(self.places[key])), self.bases(key)).flatten()
+            out[self.columns[key]] = rebased(
+                x.to(self.dtype).view(_matrix_shape(self.places[key])), self.bases(key)
+            ).flatten()
             return x
 
         vector = [x.to(self.dtype) for x in self.space.read(gradient)]
@@ -326,7 +336,7 @@ class Sketch:
         return over_all(self.space.params, owned) + full
 
 
-def _shape(parameter: OwnedParameter) -> tuple[int, int]:
+def _matrix_shape(parameter: OwnedParameter) -> tuple[int, int]:
     """A parameter's shape as a matrix; a vector is a column."""
     first, second = (*parameter.matrix, 1, 1)[:2]
     return first, second
@@ -353,7 +363,7 @@ class Projected(Receiver):
 # --- files ---
 
 
-def _begin(
+def _open_folder(
     folder: Path, sketch: Sketch, fingerprint: dict[str, float], ranks: int, batches: int | None, name: str
 ) -> None:
     """Writes the settings of a new folder, or compares those of an existing one."""
@@ -377,13 +387,13 @@ def _begin(
             if different := [key for key in expected if key != "of" and stored[key] != expected[key]]:
                 differences = listed(f"{key}: {stored[key]}, not {expected[key]}" for key in different)
                 raise CheckpointError(f"{name}: {folder} was written for other arguments: {differences}")
-            compare(stored["of"], fingerprint, f"{name}: {folder}")
+            compare_fingerprints(stored["of"], fingerprint, f"{name}: {folder}")
     agree([f"exists: {stored is not None}"], ranks_of, name)
     with failing_together([ranks_of], name, OSError):
         if stored is None and row_place(space.params)[0] == 0:
             folder.mkdir(parents=True, exist_ok=True)
             content = json.dumps({**settings, "ranks": ranks, "batches": batches}, indent=1)
-            _publish(about_path, content.encode())
+            _publish_file(about_path, content.encode())
     agree([], ranks_of, name)
 
 
@@ -398,7 +408,7 @@ def _files(folder: Path) -> dict[tuple[int, int], tuple[str, int, str]]:
     return files
 
 
-def _write(
+def _write_batch(
     folder: Path,
     sketch: Sketch,
     losses: Losses,
@@ -410,12 +420,12 @@ def _write(
 ) -> None:
     """Writes the rows of one batch, unless all ranks have them; checks a stored batch's digest."""
     params = sketch.space.params
-    arguments, rows = checked(params, functools.partial(tuple, batch), name)
+    arguments, rows = checked_batch(params, functools.partial(tuple, batch), name)
     crc = 0
     for leaf in rows.leaves:
         is_tensor = isinstance(leaf, Tensor)
         text = f"{leaf.dtype} {tuple(leaf.shape)}" if is_tensor else repr(leaf)
-        crc = zlib.crc32(memory(leaf) if is_tensor else b"", zlib.crc32(text.encode(), crc))
+        crc = zlib.crc32(as_memoryview(leaf) if is_tensor else b"", zlib.crc32(text.encode(), crc))
     digest = f"{crc:08x}"
     error = None
     if file_id in files and files[file_id][2] != digest:
@@ -428,15 +438,15 @@ def _write(
     if not missing:
         return
     compare_once(losses, params, arguments, name)
-    receiver = Projected(sketch, max(rows.rows, 1), *kind_of(params, rows))
+    receiver = Projected(sketch, max(rows.rows, 1), *dtype_and_device(params, rows))
     visit(losses, params, rows, receiver, name)
     with failing_together([program_ranks(params)], name, OSError):
         content = io.BytesIO()
         np.save(content, receiver.values[: rows.rows].cpu().numpy())
-        _publish(folder / f"{file_id[0]:07}-{file_id[1]:05}-{rows.rows}-{digest}.npy", content.getvalue())
+        _publish_file(folder / f"{file_id[0]:07}-{file_id[1]:05}-{rows.rows}-{digest}.npy", content.getvalue())
 
 
-def _publish(path: Path, content: bytes) -> None:
+def _publish_file(path: Path, content: bytes) -> None:
     """Writes a file atomically; ranks with the same rows write the same content."""
     staging_path = path.with_name(f".{path.name}.{process_groups.global_rank()}.writing")
     write_whole(staging_path, content)

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from shardfn import checkpoint
 from shardfn.collectives.agree import agree
-from shardfn.curvature.labels import SampledLabels, called
+from shardfn.curvature.labels import SampledLabels, batch_functions
 from shardfn.curvature.operators import Operator, check_batches, each_of
-from shardfn.curvature.per_example import Losses, checked, compare_once, kind_of, visit
-from shardfn.curvature.resuming import begun, compare, made_of
+from shardfn.curvature.per_example import Losses, checked_batch, compare_once, dtype_and_device, visit
+from shardfn.curvature.resuming import begun, compare_fingerprints, made_of
 from shardfn.curvature.row_axes import refuse_cut
-from shardfn.curvature.row_moments import KINDS, Kind, OwnedParameter, Sums, Total, places, turned
+from shardfn.curvature.row_moments import KINDS, Kind, OwnedParameter, Sums, Total, owned_parameters, rebased
 from shardfn.curvature.row_uses import Key
 from shardfn.curvature.vectors import Space, Vector, draws_restored
 from shardfn.local_paths import local_path
@@ -78,8 +78,8 @@ class Kronecker(Operator):
             block_state = as_owner(self.state[block.name])
             left, right = block_state.get("left"), block_state.get("right")
             y = x.to(block_state["values"].dtype).view(block_state["values"].shape)
-            y = scaled(turned(y, (left, right)), block_state["values"])
-            product = turned(y, [None if basis is None else basis.mT for basis in (left, right)])
+            y = scaled(rebased(y, (left, right)), block_state["values"])
+            product = rebased(y, [None if basis is None else basis.mT for basis in (left, right)])
             return product.reshape(x.shape)
 
         vector: Vector = [x.to(wide(x)) for x in self.space.read(v)]
@@ -141,7 +141,7 @@ def ekfac(
     """
     name = f"ekfac of {name_of(losses.model if isinstance(losses, SampledLabels) else losses)}"
     space, path = Space(params, name), None if folder is None else local_path(folder, f"{name}: folder")
-    parameters = places(space)
+    parameters = owned_parameters(space)
     exists, labels = begun(path), f"drawn with seed {losses.seed}" if isinstance(losses, SampledLabels) else "given"
     settings: dict[str, Any] = {
         "corrected": bool(corrected), "diagonal": ", ".join(sorted(diagonal)), "labels": labels
@@ -158,7 +158,7 @@ def ekfac(
     fingerprint = {} if path is None else made_of(space, name, losses, batches)
     if exists:
         assert path is not None, "it exists"
-        return _read(space, parameters, path, settings, fingerprint, name)
+        return _read_factors(space, parameters, path, settings, fingerprint, name)
     assert batches is not None, "it was checked"
     fisher = _fitted(space, parameters, losses, batches, name, settings["corrected"], set(diagonal))
     if path is not None:
@@ -212,12 +212,12 @@ def gather(
     refuse_cut(params, name)
     call = losses.losses if isinstance(losses, SampledLabels) else losses
     with draws_restored(sums.space.local_params) as before:
-        for index, batch in enumerate(each_of(batches, name, *called(losses))):
-            arguments, rows = checked(params, functools.partial(_labelled, losses, params, batch, index), name)
+        for index, batch in enumerate(each_of(batches, name, *batch_functions(losses))):
+            arguments, rows = checked_batch(params, functools.partial(_labelled, losses, params, batch, index), name)
             if not index:
                 compare_once(call, params, arguments, name)
                 before.restore()  # each pass draws the same numbers
-            visit(call, params, rows, sums.receiver(rows.rows, *kind_of(params, rows)), name)
+            visit(call, params, rows, sums.receiver(rows.rows, *dtype_and_device(params, rows)), name)
             unsupported = sums.refused()
             if strict and unsupported:
                 raise ValueError(
@@ -248,17 +248,17 @@ def _wrong(diagonal: Collection[str], parameters: dict[Key, OwnedParameter], nam
 
 def _zeros(parameters: dict[Key, OwnedParameter], kinds: Mapping[str, str]) -> dict[str, Any]:
     def zeros(parameter: OwnedParameter) -> Any:
-        shapes = _shapes(parameter, kinds[parameter.path]) | {"values": parameter.matrix}
+        shapes = _factor_shapes(parameter, kinds[parameter.path]) | {"values": parameter.matrix}
         return remembered(parameter.unit, parameter.block, parameter.owner, shapes)
 
     return {parameter.block.name: zeros(parameter) for parameter in parameters.values()}
 
 
-def _shapes(parameter: OwnedParameter, kind: str) -> dict[str, tuple[int, ...]]:
+def _factor_shapes(parameter: OwnedParameter, kind: str) -> dict[str, tuple[int, ...]]:
     return {side: (parameter.matrix[i],) * 2 for i, side in enumerate(SIDES) if side in KEPT.get(kind, ())}
 
 
-def _read(
+def _read_factors(
     space: Space,
     parameters: dict[Key, OwnedParameter],
     folder: Path,
@@ -273,7 +273,7 @@ def _read(
         raise checkpoint.CheckpointError(
             f"ekfac: {folder} is of a call with {stored['asked']}; this call has {settings}"
         )
-    compare(stored["of"], fingerprint, f"ekfac: {folder}")
+    compare_fingerprints(stored["of"], fingerprint, f"ekfac: {folder}")
     loaded = checkpoint.load(folder, stored | {"state": _zeros(parameters, stored["kinds"])})
     return Kronecker(space.params, loaded["kinds"], loaded["rows"], loaded["state"], name)
 
@@ -294,7 +294,7 @@ def _decompose(block_state: dict[str, Tensor], total: Total, rows: float) -> Non
 
 def _bases(parameter: OwnedParameter, state: dict[str, Any], kinds: Mapping[str, str]) -> dict[str, Tensor]:
     """Returns the eigenvectors of a matrix's factors on its owner, and zeros on other ranks."""
-    shapes, template = _shapes(parameter, kinds[parameter.path]), parameter.unit.values
+    shapes, template = _factor_shapes(parameter, kinds[parameter.path]), parameter.unit.values
     if parameter.is_owner:
         block_state = as_owner(state[parameter.block.name])
         return {side: block_state[side] for side in shapes}
@@ -406,7 +406,7 @@ def second_moments(
     space.agree("second_moments", outputs=bool(outputs), fisher=bool(fisher), labels=labels)
     check_batches(batches, params, name)
     dims = {kind: (0, 1) if outputs else (dim,) for kind, dim in INPUTS.items()}
-    parameters = places(space)
+    parameters = owned_parameters(space)
     matrices = [key for key, parameter in parameters.items() if len(parameter.shape) > 1]
     sums = Sums(space, dims, matrices, list(parameters) if fisher else ())
     gather(sums, losses, batches, name, strict=False)

@@ -78,6 +78,6 @@ class SampledLabels:
         return labels, *batch
 
 
-def called(losses: Any) -> tuple[Callable[..., Any], ...]:
+def batch_functions(losses: Any) -> tuple[Callable[..., Any], ...]:
     """The functions called with each batch: both of `SampledLabels`, or the losses."""
     return (losses.model, losses.likelihood) if isinstance(losses, SampledLabels) else (losses,)

@@ -49,7 +49,7 @@ class Operator:
         NotImplementedError: parameters are kept on the host or on disk.
 
     Example:
-        ``H = hvp(loss, params, batches); curvature = sf.vdot(v, H @ v) / sf.vdot(v, v)``
+        ``H = hvp(loss, params, batches); curvature = sf.optim.vdot(v, H @ v) / sf.optim.vdot(v, v)``
     """
 
     def __init__(self, apply: Callable[[Any], Any], params: Any, name: str = "the operator") -> None:
@@ -155,7 +155,7 @@ def hvp(f: Function, params: Any, batches: Iterable[Any] | None = None) -> Opera
         space.same(loss)
         return product
 
-    return _summed(product, params, batches, f"hvp of {name_of(f)}", [f])
+    return _sum_operator(product, params, batches, f"hvp of {name_of(f)}", [f])
 
 
 def ggn(model: Function, loss: Function, params: Any, batches: Iterable[Any] | None = None) -> Operator:
@@ -313,27 +313,27 @@ def _through(
 
         random_before = RandomNumbers(values)
         z, dz = jvp(outputs, (values,), (v,))
-        if all(dy is None for dy in _tensors(dz)):
+        if all(dy is None for dy in _leaves_with_none(dz)):
             raise TypeError(f"{name}: the model returns no floating-point tensor")
         u, random_after = curved(z, dz, batch, space), RandomNumbers(values)
         random_before.restore()  # the transpose is that of the same function
 
         def paired(p: Any) -> Tensor:  # whose gradient is the transpose of the model at u
-            pairs = zip(_tensors(model(p, *batch)), _tensors(u), strict=True)
+            pairs = zip(_leaves_with_none(model(p, *batch)), _leaves_with_none(u), strict=True)
             return torch.stack([(a * b.conj()).real.sum() for a, b in pairs if b is not None]).sum()
 
         product = grad(paired)(space.variables.tree(values))
         random_after.restore()
         return product
 
-    return _summed(product, params, batches, name, functions)
+    return _sum_operator(product, params, batches, name, functions)
 
 
-def _tensors(tree: Any) -> list[Any]:
+def _leaves_with_none(tree: Any) -> list[Any]:
     return optree.tree_leaves(tree, none_is_leaf=True)
 
 
-def _summed(
+def _sum_operator(
     product: Function, params: Any, batches: Iterable[Any] | None, name: str, functions: Sequence[Function]
 ) -> Operator:
     """The operator that sums products over batches, each time with the same random numbers."""

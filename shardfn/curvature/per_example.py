@@ -117,7 +117,7 @@ class PerExample:
             gradient = grad(total)(self._params, *pairs[0])
         else:
             gradient = accumulate(total, pairs)(self._params)[1]
-        return _summed(self._params, gradient)
+        return _sum_over_ranks(self._params, gradient)
 
 
 def per_example(losses: Losses, params: Any, *batch: Any, micro: int = 1) -> PerExample:
@@ -172,7 +172,7 @@ def examples(losses: Losses, params: Any, batch: tuple[Any, ...], name: str, mic
         must_take(losses, [params, *batch], name, fix="Pass what follows the parameters one by one: x, y, not (x, y)")
         return batch
 
-    _, rows = checked(params, right, name, [f"micro={micro}"])
+    _, rows = checked_batch(params, right, name, [f"micro={micro}"])
     same_along(sharded_axes, params, rows.leaves, name)
     check = _unseen(losses, params, rows)
     results = []
@@ -181,7 +181,7 @@ def examples(losses: Losses, params: Any, batch: tuple[Any, ...], name: str, mic
         results.append(_norms(losses, params, part, sharded_axes, name))
         if check is not None:
             with forward_state.restored_state(), paused():  # a checked call judges the program's own gradients
-                compared = _compare(losses, params, part, results[-1], name)
+                compared = _compare_losses(losses, params, part, results[-1], name)
             if compared:
                 check()
             check = None
@@ -252,7 +252,7 @@ def dp_grads(
     }
     seed_checksum = digest_of(f"{seed}".encode()) % 2**24  # a message must not tell the seed, which is secret
     lines = [*(f"{key}: {value!r}" for key, value in settings.items()), f"seed: an int with checksum {seed_checksum:x}"]
-    arguments, _ = checked(params, right, "dp_grads", lines, _ALIKE)
+    arguments, _ = checked_batch(params, right, "dp_grads", lines, _ALIKE)
     rows = examples(losses, params, arguments, "dp_grads", micro)
     leaves = units(rows._weighted(rows._scales(max_grad_norm)))
     salt = int_seed(seed), "noise", int_seed(step)
@@ -386,7 +386,7 @@ def batch_of(batch: tuple[Any, ...], name: str = "per_example") -> BatchArgument
     return BatchArguments(leaves, tree, mapped, next(iter(counts.values())))
 
 
-def checked(
+def checked_batch(
     params: Any,
     batch: Callable[[], tuple[Any, ...]],
     name: str,
@@ -434,21 +434,23 @@ class ExampleNorms(NamedTuple):
     eps: float
 
 
-def _code(function: Any, depth: int = 3) -> Any:
+def _code_key(function: Any, depth: int = 3) -> Any:
     """The code of a function and its closure, equal for functions that each step makes again."""
     if isinstance(function, functools.partial):
         callees = [callee for callee in (function.func, *function.args) if callable(callee)]
-        return tuple(_code(callee, depth - 1) for callee in callees if depth)
+        return tuple(_code_key(callee, depth - 1) for callee in callees if depth)
     cells = getattr(function, "__closure__", None) or ()
     with contextlib.suppress(ValueError):  # an empty cell
         inner = [cell.cell_contents for cell in cells if callable(cell.cell_contents)]
-        return getattr(function, "__code__", type(function)), *(_code(callee, depth - 1) for callee in inner if depth)
+        return getattr(function, "__code__", type(function)), *(
+            _code_key(callee, depth - 1) for callee in inner if depth
+        )
     return getattr(function, "__code__", type(function))
 
 
 def _norms(losses: Losses, params: Any, batch: BatchArguments, sharded_axes: Cuts, name: str) -> ExampleNorms:
     """Computes the losses and the gradient norms of the rows."""
-    norms = SquaredNorms(max(batch.rows, 1), *kind_of(params, batch), sharded_axes)
+    norms = SquaredNorms(max(batch.rows, 1), *dtype_and_device(params, batch), sharded_axes)
     values = visit(losses, params, batch, norms, name)
     squares = norms.squares.pop(())
     if sharded_axes:
@@ -470,7 +472,7 @@ def _norms(losses: Losses, params: Any, batch: BatchArguments, sharded_axes: Cut
     return ExampleNorms(values, squares.sqrt()[: batch.rows], norms.eps)
 
 
-def kind_of(params: Any, batch: BatchArguments) -> tuple[torch.dtype, torch.device]:
+def dtype_and_device(params: Any, batch: BatchArguments) -> tuple[torch.dtype, torch.device]:
     """The dtype in which gradients of rows are summed, float32 or wider, and the device."""
     values = Variables(params).values
     dtype = torch.float64 if any(x.dtype in (torch.float64, torch.complex128) for x in values) else torch.float32
@@ -491,9 +493,9 @@ def visit(losses: Losses, params: Any, batch: BatchArguments, receiver: Receiver
     rows = [x.detach() if isinstance(x, Tensor) else x for x in batch.filled()]
     # Each row is a batch of one row.
     rows = [x[:, None] if has_rows else x for x, has_rows in zip(rows, batch.mapped, strict=True)]
-    dtype, device = kind_of(params, batch)
+    dtype, device = dtype_and_device(params, batch)
     # With shards, ranks call stages equally often, so not for some rows alone.
-    mode = ExecutionMode.for_code(_code(losses), 1 if shards else 2, bounded=not shards)
+    mode = ExecutionMode.for_code(_code_key(losses), 1 if shards else 2, bounded=not shards)
 
     def call(leaves: list[Any]) -> Any:
         receiver.calls.clear()
@@ -541,7 +543,7 @@ def _unseen(losses: Losses, params: Any, batch: BatchArguments) -> Callable[[], 
     """Returns a function that marks losses as compared; None if they were. All ranks agree."""
     mesh, _ = row_axes(params)
     compared: set[Any] = _seen if mesh is None else per_mesh(mesh, ("per_example", lane()), set)
-    key = _code(losses), batch.tree
+    key = _code_key(losses), batch.tree
     return None if key in compared else lambda: compared.add(key)
 
 
@@ -551,7 +553,7 @@ def compare_once(losses: Losses, params: Any, batch: tuple[Any, ...], name: str)
         examples(losses, params, batch, name)
 
 
-def _compare(losses: Losses, params: Any, batch: BatchArguments, computed: ExampleNorms, name: str) -> bool:
+def _compare_losses(losses: Losses, params: Any, batch: BatchArguments, computed: ExampleNorms, name: str) -> bool:
     """Compares losses, and the gradient norm of one row, with those of a call without vmap.
 
     Returns:
@@ -563,7 +565,7 @@ def _compare(losses: Losses, params: Any, batch: BatchArguments, computed: Examp
     mesh, axes = row_axes(params)
     position = 0 if mesh is None else axis_of(mesh, axes).index  # on all ranks, as it may make a group
     first = batch.rows > 0 and position == 0
-    _, device = kind_of(params, batch)
+    _, device = dtype_and_device(params, batch)
     weights = torch.zeros(batch.rows, device=device)
     weights[-1:] = float(first)
 
@@ -572,7 +574,7 @@ def _compare(losses: Losses, params: Any, batch: BatchArguments, computed: Examp
         return (row_losses * weights.to(row_losses.dtype)).sum(), row_losses
 
     (_, row_losses), gradient = value_and_grad(total, has_aux=True)(params)
-    norm = global_norm(_summed(params, gradient)).double()
+    norm = global_norm(_sum_over_ranks(params, gradient)).double()
     precision = math.sqrt(computed.eps)
     differences = row_losses.double()
     if batch.rows:
@@ -609,7 +611,7 @@ def _compare(losses: Losses, params: Any, batch: BatchArguments, computed: Examp
 # --- sums over ranks ---
 
 
-def _summed(params: Any, gradient: Any) -> Any:
+def _sum_over_ranks(params: Any, gradient: Any) -> Any:
     """Sums the plain tensors of a gradient over ranks; stages have summed the flat shards."""
     return optree.tree_map(
         lambda node: node if is_flat(node) or not moves(node) else over_ranks(params, node), gradient, is_leaf=is_flat

@@ -37,7 +37,7 @@ def epsilon(noise: float, rate: float, steps: int, delta: float) -> float:
     Example:
         ``epsilon(noise=1.1, rate=256 / 60_000, steps=14_062, delta=1e-5)`` is 2.38
     """
-    _check("epsilon", noise=noise, rate=rate, steps=steps, delta=delta)
+    _check_ranges("epsilon", noise=noise, rate=rate, steps=steps, delta=delta)
     return _composed_epsilon(_library("epsilon"), noise, rate, steps, delta) if steps else 0.0
 
 
@@ -60,7 +60,7 @@ def noise_multiplier_for(epsilon: float, rate: float, steps: int, delta: float) 
     Example:
         ``noise_multiplier_for(epsilon=3, rate=256 / 60_000, steps=14_062, delta=1e-5)`` is 0.97
     """
-    _check("noise_multiplier_for", epsilon=epsilon, rate=rate, steps=steps, delta=delta)
+    _check_ranges("noise_multiplier_for", epsilon=epsilon, rate=rate, steps=steps, delta=delta)
     if not steps:
         raise ValueError("noise_multiplier_for: steps must be 1 or more, got 0, which need no noise")
     library = _library("noise_multiplier_for")
@@ -94,7 +94,7 @@ RANGES = {
 }
 
 
-def _check(caller: str, **numbers: Any) -> None:
+def _check_ranges(caller: str, **numbers: Any) -> None:
     for name, value in numbers.items():
         low, high, requirement = RANGES[name]
         kind: Any = int if name == "steps" else (int, float)

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from shardfn.checkpoint import CheckpointError
-from shardfn.curvature.labels import SampledLabels, called
+from shardfn.curvature.labels import SampledLabels, batch_functions
 from shardfn.curvature.operators import each_of
-from shardfn.curvature.per_example import Losses, batch_of, checked, examples
+from shardfn.curvature.per_example import Losses, batch_of, checked_batch, examples
 from shardfn.curvature.row_axes import row_place
-from shardfn.curvature.row_moments import largest, over_all
+from shardfn.curvature.row_moments import max_over_ranks, over_all
 from shardfn.curvature.vectors import Space, draws_restored
 from shardfn.local_paths import local_path
 
@@ -39,10 +39,10 @@ def made_of(
     fingerprint = dict.fromkeys(KEYS, 0.0) | {"values": values, "norm": norm}
     if losses is None or batches is None:
         return fingerprint
-    params, batch = space.params, next(each_of(batches, name, *called(losses)))
+    params, batch = space.params, next(each_of(batches, name, *batch_functions(losses)))
     with draws_restored(space.local_params):
         torch.manual_seed(0)
-        arguments, _ = checked(params, lambda: _first_batch(losses, params, batch), name)
+        arguments, _ = checked_batch(params, lambda: _first_batch(losses, params, batch), name)
         rows = examples(losses.losses if isinstance(losses, SampledLabels) else losses, params, arguments, name)
     row_losses, squares = rows.values.double(), rows.norms.double().square()
     count = row_losses.new_tensor(float(len(row_losses)))
@@ -50,7 +50,7 @@ def made_of(
     if isinstance(losses, SampledLabels):  # other ranks have other draws
         rank, _ = row_place(params)
         place = local.new_tensor([-float(rank) if len(row_losses) else -math.inf])
-        local *= float(largest(params, place)) == float(place)
+        local *= float(max_over_ranks(params, place)) == float(place)
     eps = torch.finfo(rows.values.dtype).eps
     totals = dict(zip(KEYS[2:6], over_all(params, local).tolist(), strict=True))
     return fingerprint | totals | {"rounding": max(space.rounding, 8 * eps)}
@@ -63,7 +63,7 @@ def _first_batch(losses: Losses | SampledLabels, params: Any, batch: tuple[Any, 
     return losses.labelled(params, batch_of(batch).having(lambda x: x[:1]), 0)
 
 
-def compare(stored: Mapping[str, float], current: Mapping[str, float], subject: str) -> None:
+def compare_fingerprints(stored: Mapping[str, float], current: Mapping[str, float], subject: str) -> None:
     """Raises CheckpointError if the fingerprint of a folder is not that of this call.
 
     Losses are compared if both fingerprints have a first batch.

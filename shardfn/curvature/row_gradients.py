@@ -85,8 +85,8 @@ class Outer:
             a, b = (torch.linalg.vector_norm(x, dim=(2, 3), dtype=wide(x)).square() for x in (self.a, self.b))
             return (a * b).sum(1)
         if tokens * (m + n) <= m * n:
-            return torch.cat([self._by_tokens(rows) for rows in parts(self.rows, heads * tokens**2)])
-        return torch.cat([Dense(self.part(rows)).squares() for rows in parts(self.rows, heads * m * n)])
+            return torch.cat([self._by_tokens(rows) for rows in row_slices(self.rows, heads * tokens**2)])
+        return torch.cat([Dense(self.part(rows)).squares() for rows in row_slices(self.rows, heads * m * n)])
 
     def _by_tokens(self, rows: slice) -> Tensor:
         a, b = (x[rows].to(wide(x)) for x in (self.a, self.b))
@@ -150,7 +150,7 @@ class Picked:
         return (products * picked).sum((1, 2))
 
 
-def parts(rows: int, elements: int) -> list[slice]:
+def row_slices(rows: int, elements: int) -> list[slice]:
     """Splits the rows into slices of at most about `AT_ONCE` elements each."""
     step = max(1, AT_ONCE // max(1, elements))
     return [slice(start, min(start + step, rows)) for start in range(0, max(rows, 1), step)]
@@ -243,7 +243,7 @@ def squares(numel: int, uses: Sequence[Used]) -> Tensor:
             ):
                 return picked.squares() + outer.squares() + 2 * picked.cross(outer)
     rows = merged[0][0].rows
-    return torch.cat([Dense(sum_of_uses(numel, merged, part)).squares() for part in parts(rows, numel)])
+    return torch.cat([Dense(sum_of_uses(numel, merged, part)).squares() for part in row_slices(rows, numel)])
 
 
 def sum_of_uses(numel: int, uses: Sequence[Used], rows: slice) -> Tensor:

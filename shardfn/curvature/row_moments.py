@@ -20,7 +20,7 @@ from shardfn.check.callsites import paused
 from shardfn.collectives import functional
 from shardfn.compat import process_groups
 from shardfn.curvature.row_axes import over_ranks
-from shardfn.curvature.row_gradients import Outer, Picked, Used, everywhere, parts, single, sum_of_uses
+from shardfn.curvature.row_gradients import Outer, Picked, Used, everywhere, row_slices, single, sum_of_uses
 from shardfn.curvature.row_rules import ConvolutionWeight
 from shardfn.curvature.row_uses import Key, Receiver
 from shardfn.curvature.vectors import Space
@@ -70,7 +70,7 @@ class OwnedParameter:
         return self.owner == process_groups.global_rank()
 
 
-def places(space: Space) -> dict[Key, OwnedParameter]:
+def owned_parameters(space: Space) -> dict[Key, OwnedParameter]:
     """Returns the parameters that have a gradient, by key."""
     owner = owners(space.moving, work)
     return {
@@ -119,7 +119,7 @@ class Sums:
         squared: Collection[Key],
         bases: Mapping[Key, Callable[[], Mapping[str, Tensor]]] | None = None,
     ) -> None:
-        self.space, self.params, self.places = space, space.params, places(space)
+        self.space, self.params, self.places = space, space.params, owned_parameters(space)
         self.wanted, self.bases = moments, bases or {}
         self.matrices, self.squared = dict.fromkeys(matrices), dict.fromkeys(squared)
         self.totals = {key: Total() for key in self.places}
@@ -141,7 +141,7 @@ def over_all(params: Any, x: Tensor) -> Tensor:
         return over_ranks(params, x)
 
 
-def largest(params: Any, x: Tensor) -> Tensor:
+def max_over_ranks(params: Any, x: Tensor) -> Tensor:
     """The maximum over the ranks that have different rows, without gradients or checks."""
     with paused(), torch.no_grad():
         return over_ranks(params, x, functional.pmax)
@@ -173,7 +173,7 @@ class MomentSums(Receiver):
         for (form, _), (kind, vectors) in zip(singles, [pair for pair in pairs if pair is not None], strict=True):
             batch_total.tokens += math.prod(vectors[0].shape[:2])
             for dim in self.sums.wanted.get(kind, ()):
-                moment = _counted(form) if isinstance(form, Picked) and dim == 0 else _moment(vectors[dim])
+                moment = _word_counts(form) if isinstance(form, Picked) and dim == 0 else _moment(vectors[dim])
                 batch_total.moments[dim] = batch_total.moments[dim] + moment if dim in batch_total.moments else moment
 
     def keep(self, key: Key, numel: int, rows: slice, uses: Sequence[Used]) -> None:
@@ -220,7 +220,7 @@ class MomentSums(Receiver):
         for i, batch_total in enumerate(batch_totals):
             code = _OTHER if batch_total.other else 0 if batch_total.kind is None else 1 + KINDS.index(batch_total.kind)
             numbers[0, i], numbers[1, i], numbers[2, i] = code, -(code or math.inf), batch_total.tokens
-        ends = largest(params, numbers[:2]).tolist()
+        ends = max_over_ranks(params, numbers[:2]).tolist()
         tokens = over_all(params, numbers[2]).tolist()
         for key, batch_total, max_code, negated_min, count in zip(keys, batch_totals, *ends, tokens, strict=True):
             total, place = self.sums.totals[key], self.sums.places[key]
@@ -272,7 +272,7 @@ def factors(shape: Ints, use: Used) -> tuple[Kind, Vectors] | None:
         return None
     a, b = form.a[:, 0], form.b[:, 0]
     for split in range(len(place.shape) + 1):
-        first, second = (_joined(place.shape[s], place.strides[s]) for s in (slice(split), slice(split, None)))
+        first, second = (_as_one_dim(place.shape[s], place.strides[s]) for s in (slice(split), slice(split, None)))
         sizes = a.shape[-1], b.shape[-1]
         if first is None or second is None or (math.prod(place.shape[:split]), second[0]) != sizes:
             continue
@@ -284,7 +284,7 @@ def factors(shape: Ints, use: Used) -> tuple[Kind, Vectors] | None:
     return None
 
 
-def _joined(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int] | None:
+def _as_one_dim(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int] | None:
     """Dimensions as one: its size and stride; None if there is none."""
     pairs = [(n, s) for n, s in zip(shape, strides, strict=True) if n > 1]
     if any(s != n * t for (_, s), (n, t) in itertools.pairwise(pairs)):
@@ -296,13 +296,13 @@ def _moment(x: Tensor) -> Tensor:
     """The sum of `x x^T` over rows and tokens."""
     kind = wide(x)
     total = torch.zeros((x.shape[-1], x.shape[-1]), dtype=kind, device=x.device)
-    for rows in parts(len(x), x[:1].numel()):
+    for rows in row_slices(len(x), x[:1].numel()):
         flat = x[rows].flatten(0, 1).to(kind)
         total.addmm_(flat.mT, flat)
     return total
 
 
-def _counted(form: Picked) -> Tensor:
+def _word_counts(form: Picked) -> Tensor:
     """Counts how often each word occurs, without padding."""
     counts = torch.bincount(form.at.flatten(), minlength=form.shape[0]).double()
     if form.padding is not None:
@@ -321,23 +321,23 @@ def squares_in(shape: Ints, numel: int, uses: Sequence[Used], bases: Bases) -> T
         x, y = (torch.cat([vectors[i] for _, vectors in pairs], 1) for i in (0, 1))
         if kinds == {"table"}:
             places, sums = Picked(x, y, shape).sums()
-            sums = turned(sums, (None, bases[1]))
+            sums = rebased(sums, (None, bases[1]))
             return sums.new_zeros(shape).index_add_(0, places % shape[0], sums.square_())
         x, y = (v.to(wide(v)) if q is None else v.to(q.dtype) @ q for v, q in zip((x, y), bases, strict=True))
         if x.shape[1] == 1:
             return x[:, 0].square().mT @ y[:, 0].square()
         total = x.new_zeros(shape)
-        for rows in parts(len(x), numel):
+        for rows in row_slices(len(x), numel):
             total += (x[rows].mT @ y[rows]).square_().sum(0)
         return total
     form = uses[0][0]
     total = torch.zeros(shape, dtype=wide(form.part(slice(0, 1))), device=form.part(slice(0, 1)).device)
-    for rows in parts(form.rows, numel):
-        total += turned(sum_of_uses(numel, uses, rows).to(total.dtype).view(-1, *shape), bases).square_().sum(0)
+    for rows in row_slices(form.rows, numel):
+        total += rebased(sum_of_uses(numel, uses, rows).to(total.dtype).view(-1, *shape), bases).square_().sum(0)
     return total
 
 
-def turned(g: Tensor, bases: Bases) -> Tensor:
+def rebased(g: Tensor, bases: Bases) -> Tensor:
     """Changes the bases of both dimensions of matrices."""
     left, right = bases
     g = g if left is None else left.mT @ g

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardfn.curvature.row_gradients import Dense, ExampleGradient, Outer, Picked, parts
+from shardfn.curvature.row_gradients import Dense, ExampleGradient, Outer, Picked, row_slices
 
 if TYPE_CHECKING:
     from shardfn.curvature.rows import RowsMode
@@ -46,7 +46,7 @@ class Product:
 
 def linear(mode: RowsMode, input: Any, weight: Any, bias: Any = None) -> Any:
     """`F.linear`."""
-    if not (mode.row(input) and mode.shared(weight) and weight.ndim == 2 and _real(input, weight)):
+    if not (mode.row(input) and mode.shared(weight) and weight.ndim == 2 and _are_real(input, weight)):
         return NotImplemented
     y = mode.by(Product(), input, weight, (1, 0))
     return y if bias is None else mode.call(torch.add, y, bias)
@@ -54,7 +54,7 @@ def linear(mode: RowsMode, input: Any, weight: Any, bias: Any = None) -> Any:
 
 def matmul(mode: RowsMode, input: Any, other: Any) -> Any:
     """`x @ w`, and `w @ x` for a vector or a matrix x."""
-    if not (isinstance(input, Tensor) and isinstance(other, Tensor) and _real(input, other)):
+    if not (isinstance(input, Tensor) and isinstance(other, Tensor) and _are_real(input, other)):
         return NotImplemented
     if mode.row(input) and mode.shared(other) and input.ndim >= 1:
         if other.ndim == 2:
@@ -134,7 +134,7 @@ def einsum(mode: RowsMode, equation: Any, *operands: Any) -> Any:
     x, w = operands
     if mode.row(w) and mode.shared(x):
         x_letters, w_letters, x, w = w_letters, x_letters, w, x
-    if not (mode.row(x) and mode.shared(w) and _real(x, w)):
+    if not (mode.row(x) and mode.shared(w) and _are_real(x, w)):
         return NotImplemented
     letters = x_letters, w_letters, result
     unclear = any("." in term or len(set(term)) < len(term) for term in letters)
@@ -177,7 +177,12 @@ class EmbeddingRows:
 
 
 def _picked(mode: RowsMode, table: Tensor, indices: Tensor, padding: int | None = None) -> Any:
-    if indices.dtype not in (torch.int64, torch.int32) or not _real(table) or not indices.numel() or not table.numel():
+    if (
+        indices.dtype not in (torch.int64, torch.int32)
+        or not _are_real(table)
+        or not indices.numel()
+        or not table.numel()
+    ):
         return NotImplemented
     return mode.by(EmbeddingRows(len(table), padding), indices, table, range(table.ndim))
 
@@ -242,7 +247,7 @@ class ConvolutionWeight:
     def squares(self) -> Tensor:
         """The square of each row's norm, `[rows]`."""
         numel = math.prod(self.op.shape)
-        return torch.cat([Dense(self.part(rows)).squares() for rows in parts(self.rows, numel)])
+        return torch.cat([Dense(self.part(rows)).squares() for rows in row_slices(self.rows, numel)])
 
     def part(self, rows: slice) -> Tensor:
         """The gradients of some rows."""
@@ -316,7 +321,7 @@ def convolution(dims: int) -> Callable[..., Any]:
         mode: RowsMode, input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0,
         dilation: Any = 1, groups: int = 1,
     ) -> Any:  # fmt: skip
-        if not (mode.row(input) and mode.shared(weight) and _real(input, weight)) or input.ndim != dims + 2:
+        if not (mode.row(input) and mode.shared(weight) and _are_real(input, weight)) or input.ndim != dims + 2:
             return NotImplemented
         if isinstance(padding, str):
             total_padding = [d * (n - 1) for d, n in zip(per_dim(dilation), weight.shape[2:], strict=True)]
@@ -409,5 +414,5 @@ WITHOUT_PARAMETERS: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _real(*xs: Tensor) -> bool:
+def _are_real(*xs: Tensor) -> bool:
     return all(x.is_floating_point() for x in xs)

@@ -22,7 +22,7 @@ from shardfn.curvature.row_gradients import (
     Several,
     Used,
     everywhere,
-    parts,
+    row_slices,
     squares,
     sum_of_uses,
 )
@@ -186,7 +186,7 @@ class TensorUse:
 
         try:
             with functorch.mapping(len(gradients)) as level:
-                pulled = pull(functorch.mapped(gradients, level))
+                pulled = pull(functorch.as_row(gradients, level))
                 with functorch.below():
                     return functorch.rows_of(pulled)
         except (RuntimeError, NotImplementedError):  # a Function of the program's own, that cannot be mapped
@@ -312,7 +312,7 @@ class UseCollector:
         if self.receiver.calls.get(key.leaf, 1) > 1:
             self.receiver.keep(key, numel, self.rows, self._used(parameter, uses, all_rows))
             return
-        for part in [all_rows] if parameter.simple else parts(self.count, numel):
+        for part in [all_rows] if parameter.simple else row_slices(self.count, numel):
             rows = slice(self.rows.start + part.start, self.rows.start + part.stop)
             self.receiver.add_gradients(key, numel, rows, self._used(parameter, uses, part))
 

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from shardfn.compat import autograd, functorch
 from shardfn.compat.dispatch import tensors_in
 from shardfn.compat.replacing import replaced
-from shardfn.curvature.row_gradients import parts
+from shardfn.curvature.row_gradients import row_slices
 from shardfn.curvature.row_rules import OPENED, RULES, WITHOUT_PARAMETERS
 from shardfn.curvature.row_uses import Begin, Key, Link, Receiver, Shared, TensorUse, Ticket, Undecided, UseCollector
 from shardfn.quant.packed import is_packed
@@ -88,11 +88,11 @@ class RowsMode(TorchFunctionMode):
     def _generally(self, func: Any, args: Any, kwargs: Any, rows: list[Tensor], shared: list[Tensor]) -> Any:
         max_elements = MOST_EXPANDED * max(x.numel() for x in rows)
         for x in shared if self.bounded else ():
-            if x.numel() > max_elements and parts(self.collector.count, x.numel())[1:]:
+            if x.numel() > max_elements and row_slices(self.collector.count, x.numel())[1:]:
                 raise Undecided(f"{getattr(func, '__name__', func)} of a parameter of {x.numel()} elements")
         all_of = {id(x): self.all_of(x) for x in shared}
-        replacements = {key: functorch.mapped(x, self.level) for key, x in all_of.items() if x is not None}
-        args, kwargs = _replaced((args, kwargs), replacements)
+        replacements = {key: functorch.as_row(x, self.level) for key, x in all_of.items() if x is not None}
+        args, kwargs = _with_replacements((args, kwargs), replacements)
         return func(*args, **kwargs)
 
     # --- for rules ---
@@ -115,7 +115,7 @@ class RowsMode(TorchFunctionMode):
         """Calls a function with all rows at once, `[rows, *]`."""
         with functorch.below():
             y = function(*[functorch.rows_of(x) for x in rows])
-        return functorch.mapped(y, self.level)
+        return functorch.as_row(y, self.level)
 
     def by(self, op: Any, x: Tensor, tensor: Tensor, order: Any) -> Any:
         """Applies `op` to a row and a tensor whose dimensions are taken in this order."""
@@ -151,11 +151,11 @@ class RowsMode(TorchFunctionMode):
 _UNINTERCEPTED = {Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.size, Tensor.dim}  # type: ignore[attr-defined]
 
 
-def _replaced(tree: Any, replacements: dict[int, Tensor]) -> Any:
+def _with_replacements(tree: Any, replacements: dict[int, Tensor]) -> Any:
     if isinstance(tree, (tuple, list)):
-        return type(tree)([_replaced(x, replacements) for x in tree])
+        return type(tree)([_with_replacements(x, replacements) for x in tree])
     if isinstance(tree, dict):
-        return {key: _replaced(x, replacements) for key, x in tree.items()}
+        return {key: _with_replacements(x, replacements) for key, x in tree.items()}
     return replacements.get(id(tree), tree)
 
 
@@ -229,7 +229,7 @@ _SIGNS = (
 )  # fmt: skip
 
 
-def _by_rules(task: FunctionCall, bounded: bool) -> Result:
+def _call_by_rules(task: FunctionCall, bounded: bool) -> Result:
     collector = UseCollector(task.receiver, slice(0, task.receiver.rows))
     pairs = zip(task.leaves, task.keys, strict=True)
     leaves = [x if key is None else collector.parameter(x, key) for x, key in pairs]
@@ -240,22 +240,22 @@ def _by_rules(task: FunctionCall, bounded: bool) -> Result:
 def _expanded(task: FunctionCall, bounded: bool) -> Result:
     numel = sum(x.numel() for x, key in zip(task.leaves, task.keys, strict=True) if key is not None)
     results = []
-    for rows in parts(task.receiver.rows, numel if bounded else 0):
+    for rows in row_slices(task.receiver.rows, numel if bounded else 0):
         leaves, mapped, begin, collector = _of_rows(task, rows)
         results.append(_under_vmap(replace(task, tickets=None), leaves, mapped, begin, collector, bounded))
-    return _joined(results, torch.cat)
+    return _join_results(results, torch.cat)
 
 
-def _one_by_one(task: FunctionCall, bounded: bool) -> Result:
+def _call_one_by_one(task: FunctionCall, bounded: bool) -> Result:
     results: list[Result] = []
     for i in range(task.receiver.rows):
         leaves, mapped, *_ = _of_rows(task, slice(i, i + 1))
         result = task.call([x[0] if is_mapped else x for x, is_mapped in zip(leaves, mapped, strict=True)])
         results.append((result, [isinstance(y, Tensor) for y in optree.tree_leaves(result)]))
-    return _joined(results, torch.stack)
+    return _join_results(results, torch.stack)
 
 
-_WAYS = (_by_rules, _expanded, _one_by_one)
+_WAYS = (_call_by_rules, _expanded, _call_one_by_one)
 
 
 def _of_rows(task: FunctionCall, rows: slice) -> tuple[list[Any], list[bool], Tensor, UseCollector]:
@@ -286,7 +286,7 @@ def _under_vmap(
     count, tickets = collector.count, task.tickets
     with functorch.mapping(count) as level, RowsMode(collector, level, begin, bounded) as rows, _no_hooks():
         pairs = zip(leaves, mapped, strict=True)
-        result = task.call([functorch.mapped(x, level) if is_row else x for x, is_row in pairs])
+        result = task.call([functorch.as_row(x, level) if is_row else x for x, is_row in pairs])
         ys, tree = optree.tree_flatten(result)
         outputs: list[Any] = []
         which: list[bool | None] = []
@@ -320,7 +320,7 @@ def _no_hooks() -> Any:
     )
 
 
-def _joined(results: Sequence[Result], join: Callable[..., Tensor]) -> Result:
+def _join_results(results: Sequence[Result], join: Callable[..., Tensor]) -> Result:
     """Joins the results of several groups of rows."""
     first, which = results[0]
     if len(results) == 1 and join is torch.cat:
@@ -358,10 +358,10 @@ def stages_apart(receiver: Receiver, variables: Variables) -> contextlib.Abstrac
         receiver: what takes their rows' gradients.
         variables: the shards of which they are gradients, and the indices of their leaves, by id.
     """
-    return replaced(way, call=functools.partial(_called, receiver, variables))
+    return replaced(way, call=functools.partial(_call_stage, receiver, variables))
 
 
-def _called(receiver: Receiver, variables: Variables, signature: Signature, leaves: list[Any]) -> Any:
+def _call_stage(receiver: Receiver, variables: Variables, signature: Signature, leaves: list[Any]) -> Any:
     """Calls a stage inside the vmap over rows."""
     mode = now.mode
     if mode is None or functorch.level() != mode.level:
@@ -380,7 +380,9 @@ def _called(receiver: Receiver, variables: Variables, signature: Signature, leav
     pairs, wholes = zip(signature.sources, signature.nodes(arguments), strict=True), signature.wholes
     nodes = [wholes[indices[0]].having(x) if indices[0] in wholes else x for indices, x in pairs]
     plan = RowsPlan(
-        [mapped[indices[0]] for indices in signature.sources], _keys(signature, leaves, receiver, variables), receiver
+        [mapped[indices[0]] for indices in signature.sources],
+        _argument_keys(signature, leaves, receiver, variables),
+        receiver,
     )
     args, kwargs = optree.tree_unflatten(signature.outer, nodes)
     with functorch.below(), _normal_stages(variables):
@@ -388,7 +390,7 @@ def _called(receiver: Receiver, variables: Variables, signature: Signature, leav
     ys, tree = optree.tree_flatten(result)
     for i, (y, kind) in enumerate(zip(ys, which, strict=True)):
         if kind == "rows":
-            ys[i] = functorch.mapped(y, mode.level)
+            ys[i] = functorch.as_row(y, mode.level)
         elif kind == "shared":
             with functorch.below():
                 ys[i] = mode.collector.returned(y, plan.tickets[i])
@@ -408,7 +410,7 @@ def _normal_stages(variables: Variables) -> Iterator[None]:
             x.requires_grad_()
 
 
-def _keys(
+def _argument_keys(
     signature: Signature, leaves: Sequence[Any], receiver: Receiver, variables: Variables
 ) -> list[list[Key | None] | None]:
     """Returns the keys of parameters among the arguments; counts the calls that use each shard."""
@@ -444,13 +446,13 @@ def _stage(signature: Signature) -> Any:
 
         @functools.wraps(signature.function)
         def function(args: Any, kwargs: Any, anchor: Tensor, plan: RowsPlan) -> Any:
-            return _run(signature, args, kwargs, anchor, plan)
+            return _run_stage(signature, args, kwargs, anchor, plan)
 
         signature.apart = make_stage(signature.name, function, signature.options, signature.computes)
     return signature.apart
 
 
-def _run(signature: Signature, args: Any, kwargs: Any, anchor: Tensor, plan: RowsPlan) -> Any:
+def _run_stage(signature: Signature, args: Any, kwargs: Any, anchor: Tensor, plan: RowsPlan) -> Any:
     leaves: list[Any] = []
     mapped: list[bool] = []
     keys: list[Key | None] = []

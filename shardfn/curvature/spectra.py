@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardfn import checkpoint
 from shardfn.curvature.operators import Operator, must_be_operator
-from shardfn.curvature.resuming import begun, compare, made_of
+from shardfn.curvature.resuming import begun, compare_fingerprints, made_of
 from shardfn.curvature.vectors import Space, Vector, add_, combined_, scale_, subtract_
 from shardfn.optim.hyperparameters import check_integer, in_range
 from shardfn.shards.random import int_seed
@@ -229,7 +229,7 @@ def spectrum(
     size = space.size()
     steps = min(steps, size)
     settings = {"steps": steps, "num_probes": num_probes, "seed": int_seed(seed), "size": size}
-    state = _begun(space, settings) | ({} if folder is None else {"of": made_of(space, "spectrum")})
+    state = _initial_state(space, settings) | ({} if folder is None else {"of": made_of(space, "spectrum")})
     if exists:
         assert folder is not None, "it exists"
         first = space.read(state["v"])
@@ -238,7 +238,7 @@ def spectrum(
             raise checkpoint.CheckpointError(
                 f"spectrum: {folder} is of a call with {stored['asked']}; this call has {settings}"
             )
-        compare(stored["of"], state["of"], f"spectrum: {folder}")
+        compare_fingerprints(stored["of"], state["of"], f"spectrum: {folder}")
         state = checkpoint.load(folder, state, donate=False)
         alpha, stored_alpha = float(space.dots([first], A.matvec(first))[0]), float(state["alphas"][0, 0])
         scale = max(abs(alpha), abs(stored_alpha), float(state["betas"][0, 0]))
@@ -248,7 +248,7 @@ def spectrum(
                 f"{alpha:.6g}: other batches or loss. Pass another folder"
             )
     while state["draw"] < num_probes:
-        _step(A, state)
+        _lanczos_step(A, state)
         if folder is not None and (state["draw"] == num_probes or (state["done"] % every) == 0):
             checkpoint.save(folder, state, overwrite=True)
     pairs = [_quadrature(a, b) for a, b in zip(state["alphas"], state["betas"], strict=True)]
@@ -256,7 +256,7 @@ def spectrum(
     return Spectrum(torch.stack(values), torch.stack(weights), size)
 
 
-def _begun(space: Space, settings: dict[str, int]) -> dict[str, Any]:
+def _initial_state(space: Space, settings: dict[str, int]) -> dict[str, Any]:
     """Returns the state before the first product."""
     shape = settings["num_probes"], settings["steps"]
     numbers = {name: torch.zeros(shape, dtype=torch.float64, device="cpu") for name in ("alphas", "betas")}
@@ -266,7 +266,7 @@ def _begun(space: Space, settings: dict[str, int]) -> dict[str, Any]:
             "before": space.written(before)}  # fmt: skip
 
 
-def _step(A: Operator, state: dict[str, Any]) -> None:
+def _lanczos_step(A: Operator, state: dict[str, Any]) -> None:
     """Makes one Lanczos step; after the last step of a draw, begins the next draw."""
     space, draw, step = A.space, state["draw"], state["step"]
     v, before = space.read(state["v"]), space.read(state["before"])
@@ -352,14 +352,14 @@ def trace(A: Operator, num_matvecs: int = 30, *, sketch: int | None = None, seed
     for index in range(sketch_size):
         v = A.matvec(space.random_vector("normal", seed, index))
         before = space.norm(v)
-        if before and space.norm(outside(A, v, basis)) > space.rounding * before:
+        if before and space.norm(project_out(A, v, basis)) > space.rounding * before:
             basis.append(unit(space, v, basis))
     exact = sum(float(space.dots([q], A.matvec(q))[0]) for q in basis)
     if len(basis) == space.size() and math.isfinite(exact):
         return Estimate(exact, 0.0)
     estimates = torch.zeros(draws, dtype=torch.float64, device="cpu")
     for index in range(draws):
-        v = outside(A, space.random_vector("signs", seed, sketch_size + index), basis)
+        v = project_out(A, space.random_vector("signs", seed, sketch_size + index), basis)
         estimates[index] = space.dots([v], A.matvec(v))[0]
     value = exact + float(estimates.mean())
     if not torch.isfinite(torch.tensor(value, device="cpu")):
@@ -367,7 +367,7 @@ def trace(A: Operator, num_matvecs: int = 30, *, sketch: int | None = None, seed
     return Estimate(value, float(estimates.std()) / draws**0.5 if draws > 1 else float("nan"))
 
 
-def outside(A: Operator, v: Vector, basis: list[Vector]) -> Vector:
+def project_out(A: Operator, v: Vector, basis: list[Vector]) -> Vector:
     """Projects a vector onto the orthogonal complement of a basis, in place."""
     return subtract_(v, basis, A.space.dots(basis, v)) if basis else v
 

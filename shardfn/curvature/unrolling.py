@@ -68,14 +68,14 @@ def unroll(
             )
         check_batches(batches, params, name)
         Space(params, name).agree("unroll", segment=segment)
-        refuse_derivative(_tensors((params, state, hyper)), name)
+        refuse_derivative(_tensor_leaves((params, state, hyper)), name)
         training = _Training(loss, optimizer, list(each_of(batches, name, loss, before=2)), hyper)
         count, length = len(batches), segment or math.isqrt(len(batches) - 1) + 1
         begins, checkpoints, current = range(0, count, length), [], (params, state)
         for begin in begins:
             checkpoints.append(current)
             current = training.steps(current, begin, min(begin + length, count))[-1][0]
-        with draws_restored(_tensors(current)):
+        with draws_restored(_tensor_leaves(current)):
             value, (params_gradient, hyper_gradient) = value_and_grad(outer, (0, 1))(current[0], hyper)
             backward = _Back(training, current, params_gradient, hyper_gradient)
             for begin in reversed(begins):
@@ -100,14 +100,14 @@ class _Training:
 
     def draw(self, index: int, current: Any) -> None:
         """Makes a step draw the same random numbers each time."""
-        self.random.setdefault(index, RandomNumbers(_tensors(current))).restore()
+        self.random.setdefault(index, RandomNumbers(_tensor_leaves(current))).restore()
 
     def first(self, *trees: Any) -> Any:
         """Takes the first step on copies; raises RuntimeError for an optimizer that overwrites."""
         copies = [optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tree) for tree in trees]
-        before = versions(_tensors(copies))
+        before = versions(_tensor_leaves(copies))
         new = self.optimizer.step(*copies)
-        if versions(_tensors(copies)) != before:
+        if versions(_tensor_leaves(copies)) != before:
             raise RuntimeError("unroll: the optimizer overwrites arguments that are needed again. Pass donate=False")
         return new
 
@@ -179,7 +179,7 @@ def _gradient_jvp(loss: Function, space: Space, hyper: Any, v: Vector, batch: tu
     return jvp(gradients, (values, hyper_values), (v, [torch.zeros_like(x) for x in hyper_values]))[1]
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def _tensor_leaves(tree: Any) -> list[Tensor]:
     return [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)]
 
 
@@ -212,9 +212,9 @@ def implicit(
         ``slope, solution = implicit(loss, outer, params, weights, batches, damping=1e-3)``
     """
     name = f"implicit of {name_of(loss)}"
-    refuse_derivative(_tensors((params, hyper)), name)
+    refuse_derivative(_tensor_leaves((params, hyper)), name)
     next(each_of(batches, name, loss, before=2))
-    with draws_restored(_tensors(params)) as random_state:
+    with draws_restored(_tensor_leaves(params)) as random_state:
         params_gradient, hyper_gradient = grad(outer, (0, 1))(params, hyper)
         random_state.restore()  # so that all that follows is of one function
         solution = solve(hvp(lambda p, *batch: loss(p, hyper, *batch), params, batches), params_gradient, by, **options)

@@ -282,7 +282,7 @@ def random(unit: Unit, kind: Kind, salt: tuple[Any, ...]) -> Tensor:
     for part in unit.filled:
         for start in range(part.start, part.stop, step):
             stop = min(start + step, part.stop)
-            places = _places(part, start, stop, out.device)
+            places = _full_indices(part, start, stop, out.device)
             draws = random_bits_at(places, part.path, len(part.whole), 4 if kind == "normal" else 1, salt)
             bits = [x.double() for x in draws]
             if kind == "signs":
@@ -294,7 +294,7 @@ def random(unit: Unit, kind: Kind, salt: tuple[Any, ...]) -> Tensor:
     return out
 
 
-def _places(part: Segment, start: int, stop: int, device: torch.device) -> Tensor:
+def _full_indices(part: Segment, start: int, stop: int, device: torch.device) -> Tensor:
     """Row-major indices in the full parameter of a range of a unit's elements."""
     indices = torch.arange(part.first + start - part.start, part.first + stop - part.start, device=device)
     if part.shape == part.whole:

@@ -66,7 +66,7 @@ def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], 
     if other != tree:
         structures = f"{short(str(other))}, {short(str(tree))}"
         raise ValueError(f"jvp: the tangents of {name_of(f)} have another structure than its primals: {structures}")
-    pairs = [_checked(f, i, *pair) for i, pair in enumerate(zip(leaves, moving, strict=True))]
+    pairs = [_checked_tangent(f, i, *pair) for i, pair in enumerate(zip(leaves, moving, strict=True))]
     outside = functorch.inside_transform() or functorch.inside_forward_mode()
     if not outside and not any(isinstance(x, Tensor) and x.requires_grad for pair in pairs for x in pair):
         with contextlib.suppress(OutsideGradient):
@@ -104,7 +104,7 @@ def _flat(values: Sequence[Any], argument: str) -> tuple[list[Any], Any]:
     return optree.tree_flatten(tuple(values), none_is_leaf=True)
 
 
-def _checked(f: Callable[..., Any], number: int, x: Any, tangent: Any) -> tuple[Any, Tensor | None]:
+def _checked_tangent(f: Callable[..., Any], number: int, x: Any, tangent: Any) -> tuple[Any, Tensor | None]:
     if not moves(x):
         return x, None
     if not isinstance(tangent, Tensor) or (tangent.shape, tangent.dtype) != (x.shape, x.dtype):

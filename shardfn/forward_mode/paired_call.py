@@ -20,7 +20,7 @@ from torch import Tensor
 from shardfn.check import recording
 from shardfn.compat import autograd, functorch, modes
 from shardfn.compat.replacing import replaced
-from shardfn.forward_mode.pairs import Pairs, dual, nobodys, saving, scheduled
+from shardfn.forward_mode.pairs import Pairs, dual, nobodys, runs_on_schedule, saving
 from shardfn.forward_mode.refusals import closes_over, refuse_opaque
 from shardfn.stages.entry_exit import Call
 from shardfn.stages.refusals import other_numbers, other_result
@@ -158,12 +158,12 @@ def _unpack(packed: Any) -> Tensor:
         x, version = packed
         if x._version != version:
             raise RuntimeError(autograd.modified(x, version))
-    return functorch.ended(x)  # autograd keeps a tangent only inside of a wrapper
+    return functorch.in_ended_transform(x)  # autograd keeps a tangent only inside of a wrapper
 
 
 def paired(signature: Signature, leaves: list[Any]) -> Any:
     """Calls a stage in `shardfn.jvp`: as a paired stage if it can run on the schedule, else as its composition."""
-    if not scheduled(signature, leaves):
+    if not runs_on_schedule(signature, leaves):
         return called(signature, leaves)
     pairs = Pairs(signature, leaves)
     with modes.functions_unseen():  # a stage's own calls; those of its function are seen

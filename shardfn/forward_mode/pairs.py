@@ -33,7 +33,7 @@ from shardfn.transforms.shortage import RandomNumbers
 from shardfn.transforms.step import current_step
 
 
-def scheduled(signature: Signature, leaves: Sequence[Any]) -> bool:
+def runs_on_schedule(signature: Signature, leaves: Sequence[Any]) -> bool:
     """Whether a call in forward mode runs on the schedule; else it is composed.
 
     It is composed where parameters or gradients are quantized for communication, which a composition leaves out of
@@ -151,7 +151,7 @@ def _recorded(signature: Signature, has: Sequence[bool], nodes: list[Any], movin
     pairs = _paired(has, nodes, moving)
     try:
         with modes.functions_seen(), running(None, _ranges(optree.tree_leaves(pairs))):
-            result = _called(signature, pairs)
+            result = _call_function(signature, pairs)
     except RuntimeError as error:
         if WRITES in str(error) or "modified inplace. This view was created inside a custom Function" in str(error):
             raise RuntimeError(writes(signature)) from error
@@ -189,7 +189,7 @@ def _transposed(
         kept_by = contextlib.nullcontext() if saving.call is None else saving.call()
         with modes.functions_seen(), running(f"{signature.name} ({signature.stage})", _ranges(leaves)), kept_by:
             belonging(arguments)
-            result = _called(signature, optree.tree_unflatten(tree, arguments))
+            result = _call_function(signature, optree.tree_unflatten(tree, arguments))
         results, structure = optree.tree_flatten(result)
         ys, integers = (
             [y for y in results if isinstance(y, Tensor) and moves(y) == is_moving] for is_moving in (True, False)
@@ -251,7 +251,7 @@ def _paired(has: Sequence[bool], nodes: list[Any], moving: list[Any]) -> list[An
     ]
 
 
-def _called(signature: Signature, nodes: list[Any]) -> Any:
+def _call_function(signature: Signature, nodes: list[Any]) -> Any:
     args, kwargs = optree.tree_unflatten(signature.outer, nodes)
     return signature.function(*args, **kwargs)
 

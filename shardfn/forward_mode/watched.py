@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardfn.compat import autograd, functorch, together
-from shardfn.compat.blockwise_attention import attention
+from shardfn.compat.blockwise_attention import sdpa
 from shardfn.compat.norms import Padded
 from shardfn.compat.replacing import replaced
 
@@ -29,7 +29,7 @@ class Watched(Padded):
     And in which attention keeps no scores.
     """
 
-    table = Padded.table | together.TABLE | {F.scaled_dot_product_attention: attention}
+    table = Padded.table | together.TABLE | {F.scaled_dot_product_attention: sdpa}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_compiling():  # what is traced is computed later

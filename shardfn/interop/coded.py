@@ -28,7 +28,7 @@ class DecodedOnDemand(Computed):
     """
 
     def __init__(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        described = bitsandbytes.described(name, tensors)
+        described = bitsandbytes.meta_parameter(name, tensors)
         super().__init__(described.shape, torch.float32, lambda: _decoded(self))
         self.format, self._name, self._tensors = described.format, name, tensors
 
@@ -62,11 +62,12 @@ def upright(values: Mapping[str, Assembled], module: nn.Module) -> dict[str, Ass
     """Undoes the transposition that `transformers` applies to the weight of a `Conv1D` before quantizing it."""
     turned = {f"{path}.weight" for path, m in module.named_modules() if is_conv1d(m)}
     return {
-        name: _transposed(x) if name in turned and isinstance(x, DecodedOnDemand) else x for name, x in values.items()
+        name: _lazy_transpose(x) if name in turned and isinstance(x, DecodedOnDemand) else x
+        for name, x in values.items()
     }
 
 
-def _transposed(x: DecodedOnDemand) -> Computed:
+def _lazy_transpose(x: DecodedOnDemand) -> Computed:
     return Computed(x.shape[::-1], x.dtype, lambda: lazy(x.joined().T, ""))
 
 

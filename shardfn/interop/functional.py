@@ -46,7 +46,7 @@ from shardfn.interop.refusals import (
 from shardfn.interop.stage_module import ModuleCall, Shell, StageUnit, casting
 from shardfn.interop.tensor_checks import ShardedModules
 from shardfn.interop.tensor_parallel import TensorParallel
-from shardfn.interop.tensor_plan import Table, TensorPlan, planned
+from shardfn.interop.tensor_plan import Table, TensorPlan, apply_table
 from shardfn.mesh import planned as plans
 from shardfn.mesh import waiting
 from shardfn.mesh.grid import AxisName
@@ -138,7 +138,7 @@ def functional(
         _changing(module, dict(module.named_buffers(remove_duplicate=False)), rules[1])
         if of_transformers(module):
             register_batches()
-    plan = None if tensor is None else planned(module, tensor, tensor_axis)
+    plan = None if tensor is None else apply_table(module, tensor, tensor_axis)
     contextual = None if context is None else ContextParallel(module, context, context_attention)
     if contextual is not None and compile:
         raise TypeError(
@@ -245,7 +245,7 @@ class Functional:
         self._checkpointing = [(path, m) for path, m in module.named_modules() if hasattr(m, "gradient_checkpointing")]
         self._drawn, self._skeleton = drawn_layers(module), _skeleton(module)
         self._placeholders = [p for p in module.parameters() if isinstance(p, Placeholder)]
-        stretched = {path for path, m in module.named_modules() if _stretches(m)}
+        stretched = {path for path, m in module.named_modules() if _stretches_rope(m)}
         stretched_buffers = {self._same[name] for name in anatomy.buffers if name.rpartition(".")[0] in stretched}
         self._kept = stretched_buffers - set(self._changing)
         self._attributes = Attributes(module.modules())
@@ -684,7 +684,7 @@ class Functional:
         return layers([arguments(params, self._units[path].part, adapters) for path in self._order])
 
 
-def _stretches(m: nn.Module) -> bool:
+def _stretches_rope(m: nn.Module) -> bool:
     """Whether a module recomputes its rotary frequencies for longer texts, and keeps the length in attributes."""
     kinds = getattr(m, "rope_type", ""), *getattr(m, "rope_types", ())
     flat = [kind_name for kind in kinds for kind_name in (kind.values() if isinstance(kind, dict) else [kind])]

@@ -48,10 +48,10 @@ def gathered_once(params: Mapping[str, Any], gathers: Mapping[str, Callable[...,
         _log.info("generate: each token gathers %s of parameters, for which a rank has no room", byte_count(nbytes))
         return params
     _log.info("generate: %s of parameters are gathered once, for all tokens", byte_count(nbytes))
-    return {path: _gathered(path, part, gathers) if stages[path] else part for path, part in params.items()}
+    return {path: _gather_part(path, part, gathers) if stages[path] else part for path, part in params.items()}
 
 
-def _gathered(path: str, part: Any, gathers: Mapping[str, Callable[..., Any]]) -> Any:
+def _gather_part(path: str, part: Any, gathers: Mapping[str, Callable[..., Any]]) -> Any:
     if path in gathers:
         return gathers[path](part, {})[0]
     return next(iter(gathers.values()))({path: part}, {})[0][path]

@@ -198,7 +198,7 @@ class Adapting:
         flats = stage_shards(adapters) if is_stage(adapters) else []
         if flats and all(id(flat.layout) in self.known for flat in flats):
             return
-        structure = described([flat.layout for flat in flats]) if flats else adapters
+        structure = meta_structure([flat.layout for flat in flats]) if flats else adapters
         where = self.part.path or "the module"
         if not isinstance(structure, Mapping):
             raise ValueError(f"adapters: those of {where} must be a dict by name, got {type(structure).__name__}")
@@ -286,7 +286,7 @@ class Adapting:
         return [(slot, adapted[slot.key][0]) for slot, _ in places]
 
 
-def described(layouts: Sequence[Layout]) -> Any:
+def meta_structure(layouts: Sequence[Layout]) -> Any:
     """The structure of a stage's parameters, on the device meta, from the layouts of its flat shards."""
     views = [
         [torch.empty(layout.whole_shape(i), dtype=layout.dtype, device="meta") for i in range(len(layout.entries))]

@@ -94,7 +94,7 @@ class Assembled:
         """Applies a function of torch, lazily if it only moves elements."""
         if func in _FUNCTIONS:
             return _FUNCTIONS[func](*args, **(kwargs or {}))
-        return func(*map(_real, args), **{name: _real(x) for name, x in (kwargs or {}).items()})
+        return func(*map(_materialized, args), **{name: _materialized(x) for name, x in (kwargs or {}).items()})
 
 
 class Computed(Assembled):
@@ -125,13 +125,13 @@ def lazy(x: Tensor, origin: str) -> Assembled:
     return Assembled(x.shape, x.dtype, [AssembledPart(full_box(x.shape), x, origin)])
 
 
-def _real(x: Any) -> Any:
+def _materialized(x: Any) -> Any:
     if isinstance(x, (list, tuple)):
-        return type(x)(map(_real, x))
+        return type(x)(map(_materialized, x))
     return x.joined() if isinstance(x, Assembled) else x
 
 
-def _wrapped(x: Any) -> Assembled:
+def _as_assembled(x: Any) -> Assembled:
     return x if isinstance(x, Assembled) else lazy(x, "")
 
 
@@ -141,7 +141,7 @@ def _with_sizes(numbers: Ints, dim: int, *new: int) -> Ints:
 
 
 def _stack(tensors: Sequence[Any], dim: int = 0) -> Assembled:
-    inputs = [_wrapped(x) for x in tensors]
+    inputs = [_as_assembled(x) for x in tensors]
     if len({x.shape for x in inputs}) > 1:
         raise ValueError(f"tensors of different shapes cannot be stacked: {_shapes(inputs)}")
     dim %= inputs[0].ndim + 1
@@ -158,7 +158,7 @@ def _thicker(part: AssembledPart, dim: int) -> AssembledPart:
 
 
 def _cat(tensors: Sequence[Any], dim: int = 0) -> Assembled:
-    inputs = [_wrapped(x) for x in tensors]
+    inputs = [_as_assembled(x) for x in tensors]
     dim %= inputs[0].ndim
     if len({_with_sizes(x.shape, dim) for x in inputs}) > 1:
         raise ValueError(f"tensors of different shapes cannot be joined along dimension {dim}: {_shapes(inputs)}")

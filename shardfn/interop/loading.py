@@ -118,14 +118,14 @@ def load(
     grid, rank = grid_of(mesh), process_groups.global_rank()
     frozen, specs = model.frozen if frozen is None else frozen, model.specs if specs is None else specs
     rules = Rules(mesh, strategy, None, frozen, specs, "global", filled=False)
-    _check(model, src_rank, keep_quantized, seed, mesh, sorted(grid.ranks))
+    _check_arguments(model, src_rank, keep_quantized, seed, mesh, sorted(grid.ranks))
     group, task = team_of([grid]), f"load {folder if in_files(folder) else 'parameters'}"
     reads = src_rank is None or src_rank == rank
     share = (group.rank, group.size) if src_rank is None else (0, 1)
     with torch.no_grad():
         plan = group.run_on_each(
             task,
-            lambda: _planned(folder, model, keep_quantized, strict, patterns(ignore), seed, share) if reads else None,
+            lambda: _plan_load(folder, model, keep_quantized, strict, patterns(ignore), seed, share) if reads else None,
         )
         note = _shared_note(plan, group, task)
         tree = _with_packed(model.tree, note.packed)
@@ -133,7 +133,7 @@ def load(
         if src_rank is not None:
             _send(params, model, note, _Sender(plan, mesh, src_rank, group, task))
         elif plan is not None:
-            group.run_on_each(task, functools.partial(_read, params, model, plan))
+            group.run_on_each(task, functools.partial(_fill_params, params, model, plan))
     if note.used is not None:
         conversions.loaded_by(model.module, note.used)
     if note.generation:
@@ -141,7 +141,7 @@ def load(
     return params
 
 
-def _check(
+def _check_arguments(
     model: Functional, src_rank: Any, keep_quantized: Any, seed: Any, mesh: DeviceMesh, ranks: list[int]
 ) -> None:
     """Raises ValueError or TypeError on all ranks if an argument is wrong on one, or differs between ranks."""
@@ -213,7 +213,7 @@ class _LoadPlan(NamedTuple):
 # --- what is there ---
 
 
-def _planned(
+def _plan_load(
     folder: Any,
     model: Functional,
     keep_quantized: bool,
@@ -238,7 +238,7 @@ def _planned(
     wrong = [f"{name} is {kind}" for name, kind in unsupported.items() if name in expected]
     if wrong:
         raise CheckpointError(f"not a dense tensor there: {listed(wrong, 4)}")
-    differences = _compared(values, tied_values, expected)
+    differences = _differences(values, tied_values, expected)
     extra = [*by_module_name.extra, *unsupported]
     differences.extra = [name for name in extra if not any(rule.fullmatch(name) for rule in ignore)]
     grown = [] if strict else _vocabularies(model, differences, values, expected)
@@ -300,7 +300,7 @@ def _by_name(
     return values_by_key, tied_values
 
 
-def _compared(
+def _differences(
     values: Mapping[str, Assembled], tied_values: Mapping[str, Mapping[str, Assembled]], expected: Mapping[str, Any]
 ) -> Differences:
     differences = Differences(missing=[name for name in expected if name not in values])
@@ -458,16 +458,16 @@ def _local_boxes(params: Any) -> Iterator[tuple[Layout, dict[str, list[LocalBox]
         yield flat.layout, boxes
 
 
-def _read(params: Any, model: Functional, plan: _LoadPlan) -> None:
+def _fill_params(params: Any, model: Functional, plan: _LoadPlan) -> None:
     for _, boxes in _local_boxes(params):
         for local in (local for part_boxes in boxes.values() for local in part_boxes):
-            _filled(plan, local.name, local.box, local.values)
+            _fill_box(plan, local.name, local.box, local.values)
     for name in plan.note.buffers:
         b = _buffer(model, name)
-        _filled(plan, name, full_box(b.shape), b)
+        _fill_box(plan, name, full_box(b.shape), b)
 
 
-def _filled(plan: _LoadPlan, name: str, box: Box, target: Tensor) -> None:
+def _fill_box(plan: _LoadPlan, name: str, box: Box, target: Tensor) -> None:
     """Copies a box of a parameter or buffer.
 
     Raises:
@@ -478,7 +478,7 @@ def _filled(plan: _LoadPlan, name: str, box: Box, target: Tensor) -> None:
         for alias, other in plan.others.get(name, {}).items():
             other_values = torch.empty_like(values)
             other.fill(box, other_values)
-            if not torch.equal(_bits(other_values), _bits(values)):
+            if not torch.equal(_as_bytes(other_values), _as_bytes(values)):
                 raise CheckpointError(
                     f"{name} and {alias} are one {'buffer' if name in plan.note.buffers else 'parameter'} of the "
                     f"module, but have different values there: make a module in which they are not tied, such as by "
@@ -487,7 +487,7 @@ def _filled(plan: _LoadPlan, name: str, box: Box, target: Tensor) -> None:
     plan.forget()
 
 
-def _bits(x: Tensor) -> Tensor:
+def _as_bytes(x: Tensor) -> Tensor:
     return x.reshape(-1).view(torch.uint8)
 
 
@@ -512,12 +512,12 @@ class _Sender:
         """Fills a tensor on all ranks with a box of a parameter."""
         if self.plan is not None and self.failed is None:
             try:
-                _filled(self.plan, name, box, target)
+                _fill_box(self.plan, name, box, target)
             except Exception as error:
                 self.failed = error
         if self.axis.size > 1:
             with waiting.on("broadcast", self.axis.group, self.what):
-                dist.broadcast(_bits(target), src=self.source, group=process_groups.group_of(self.axis.group))
+                dist.broadcast(_as_bytes(target), src=self.source, group=process_groups.group_of(self.axis.group))
 
     def compare(self) -> None:
         """Raises CheckpointError on all ranks if sending failed on one."""

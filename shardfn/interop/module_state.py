@@ -62,7 +62,7 @@ class Attributes:
 def undone(attributes: Attributes) -> Iterator[None]:
     """A context that restores attributes if its block fails, including the contents of containers and tensors."""
     before, owned = attributes.present_state(), [dict(attrs) for attrs in attributes.owners]
-    filled = [(x, copy.copy(x)) for attrs in owned for x in _filled(attrs)]
+    filled = [(x, copy.copy(x)) for attrs in owned for x in _fillable(attrs)]
     try:
         with before.restoring():
             yield
@@ -86,7 +86,7 @@ class Before:
         self, attributes: Attributes, training: tuple[bool, ...], places: list[Attribute], sources: list[RandomSource]
     ) -> None:
         self.of, self.training, self.places, self.sources = attributes, training, places, sources
-        self.values = [_copied(attrs.get(name), rebound) for attrs, name, rebound in places]
+        self.values = [_snapshot(attrs.get(name), rebound) for attrs, name, rebound in places]
         self.contents = _contents(self.values)
         self.states = [source.get() for source in sources]
         self.marks = [] if training in attributes.looked else [_mark(attrs[name]) for attrs, name, _ in places]
@@ -105,13 +105,13 @@ class Before:
         previous = [attrs.get(name) for attrs, name, _ in places]
         contents = _contents([*previous, *self.values])
         states = [source.get() for source in self.sources]
-        values = [_copied(x, place.rebound) for place, x in zip(self.places, self.values, strict=True)]
-        _put(places, [*self.training, *values], self.contents)
+        values = [_snapshot(x, place.rebound) for place, x in zip(self.places, self.values, strict=True)]
+        _restore_values(places, [*self.training, *values], self.contents)
         _draw_from(self.sources, self.states)
         try:
             yield
         finally:
-            _put(places, previous, contents)
+            _restore_values(places, previous, contents)
             _draw_from(self.sources, states)
 
     def refill_tensors(self) -> None:
@@ -126,7 +126,7 @@ class Before:
         changed = [
             place._replace(rebound=place.own.get(place.name) is not mark[0])
             for place, mark in zip(self.places, self.marks, strict=True)
-            if _differs(place, mark)
+            if _is_changed(place, mark)
         ]
         recorded = {(id(attrs), name) for attrs, name, _ in self.of.changed}
         self.of.changed = [*self.of.changed, *(new for new in changed if (id(new.own), new.name) not in recorded)]
@@ -155,7 +155,7 @@ def _is_restorable(x: Any) -> bool:
     return isinstance(x, _PLAIN) or type(x) in _CONTAINERS
 
 
-def _copied(x: Any, rebound: bool) -> Any:
+def _snapshot(x: Any, rebound: bool) -> Any:
     """A copy of a tensor that later writes by the module do not change; anything else unchanged."""
     if isinstance(x, Tensor) and _is_restorable(x):
         return x.detach() if rebound else x.detach().clone()
@@ -173,7 +173,7 @@ def _contents(values: Iterable[Any]) -> list[tuple[Any, Any]]:
     return list(copies.values())
 
 
-def _filled(attrs: dict[str, Any]) -> list[Any]:
+def _fillable(attrs: dict[str, Any]) -> list[Any]:
     """The containers among a module's attributes that forward may fill; hooks belong to torch and are left out."""
     values = [attrs[name] for name in attrs.keys() - _OF_TORCH]
     return [attrs[name] for name in OF_TORCH] + [x for x in values if type(x) in _CONTAINERS]
@@ -193,7 +193,7 @@ def _mark(x: Any) -> Any:
     return x, _contents([x])
 
 
-def _differs(place: Attribute, mark: Any) -> bool:
+def _is_changed(place: Attribute, mark: Any) -> bool:
     current, (before, state) = place.own.get(place.name), mark
     if current is not before:
         return True
@@ -207,7 +207,7 @@ def _same_items(first: Any, second: Any) -> bool:
     return len(first) == len(second) and all(a is b and k is l for (k, a), (l, b) in zip(*both, strict=True))
 
 
-def _put(places: list[Attribute], values: list[Any], contents: list[tuple[Any, Any]]) -> None:
+def _restore_values(places: list[Attribute], values: list[Any], contents: list[tuple[Any, Any]]) -> None:
     for (attrs, name, _), value in zip(places, values, strict=True):
         attrs[name] = value
     _refill(contents)

@@ -95,7 +95,7 @@ def taken_apart(
     stand_ins: dict[int, Placeholder] = {}
     devices = {p.device for _, p in named if not p.is_meta}
     place = ShellPlacement(devices.pop() if len(devices) == 1 else torch.device("cpu"), gather_dtype)
-    places = _places(module, {id(p): p for _, p in named})
+    places = _parameter_slots(module, {id(p): p for _, p in named})
     for name, p in named:
         key, paths = canonical[name], list(readers[id(p)])
         has_one_reader = len(paths) == 1
@@ -177,7 +177,7 @@ class _Once:
             slots.append(slot)
 
 
-def _places(module: nn.Module, parameters: Mapping[int, Tensor]) -> dict[str, list[tuple[Any, Any]]]:
+def _parameter_slots(module: nn.Module, parameters: Mapping[int, Tensor]) -> dict[str, list[tuple[Any, Any]]]:
     """The places of each parameter by name: in its module, and elsewhere in attributes of modules."""
     elsewhere: dict[int, list[tuple[Any, Any]]] = {}
     for holder, key, number in aliases(module, parameters):
@@ -247,7 +247,7 @@ def boundaries(
             choose(joined(path, name), child, chooses)
 
     automatic = stages is None or isinstance(stages, Mapping)
-    is_asked = _named(module, stages, eligible) if stages is not None else lambda path, m: False
+    is_asked = _stage_rule(module, stages, eligible) if stages is not None else lambda path, m: False
     choose("", module, _policy(module, stages, min_num_params, is_asked))
     above = {"", *(path[:i] for path in chosen for i, letter in enumerate(path) if letter == ".")}
     choose("", module, lambda path, m: path not in above and _numel(m) >= small)
@@ -296,7 +296,7 @@ def _policy(
     return chooses
 
 
-def _named(
+def _stage_rule(
     module: nn.Module, stages: Any, eligible: Callable[[str, nn.Module], bool]
 ) -> Callable[[str, nn.Module], bool]:
     if callable(stages) and not isinstance(stages, type):

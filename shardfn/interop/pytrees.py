@@ -42,7 +42,7 @@ class Forms:
         keep = _whole_or_cache if _caches_are_nodes(len(_pytree.SUPPORTED_NODES)) else _is_torch_size
         leaves, spec = _pytree.tree_flatten(tree, is_leaf=keep)
         if any(map(_is_record, leaves)):
-            leaves, spec = _pytree.tree_flatten(_unpacked(tree), is_leaf=keep)
+            leaves, spec = _pytree.tree_flatten(_unpack_records(tree), is_leaf=keep)
         for number, known_spec in enumerate(self.known):
             if known_spec is spec or known_spec == spec:
                 return tuple(leaves), number
@@ -52,7 +52,7 @@ class Forms:
     def unflatten(self, leaves: Any, number: int) -> Any:
         """The inverse of `flatten`."""
         tree = _pytree.tree_unflatten(list(leaves), self.known[number])
-        return _packed(tree) if _has_fields(self.known[number]) else tree
+        return _pack_records(tree) if _has_fields(self.known[number]) else tree
 
     def writable(self, number: int) -> bool:
         """Whether a structure contains something that can be written to, such as a list or a dataclass."""
@@ -95,31 +95,31 @@ def _is_record(x: Any) -> bool:
     return dataclasses.is_dataclass(x) and not isinstance(x, type) and not is_cache(x)
 
 
-def _unpacked(tree: Any) -> Any:
+def _unpack_records(tree: Any) -> Any:
     """Replaces records, also nested ones, by nodes with their values."""
 
     def unpack_record(x: Any) -> Any:
         if not _is_record(x):
             return x
-        values = _values(x)
-        return _Fields(type(x), tuple(values), tuple(map(_unpacked, values.values())))
+        values = _record_values(x)
+        return _Fields(type(x), tuple(values), tuple(map(_unpack_records, values.values())))
 
     return _pytree.tree_map(unpack_record, tree, is_leaf=_whole_or_cache)
 
 
-def _values(x: Any) -> dict[Any, Any]:
+def _record_values(x: Any) -> dict[Any, Any]:
     if isinstance(x, tuple):
         return {**dict(enumerate(x)), **getattr(x, "__dict__", {})}
     return {field.name: getattr(x, field.name) for field in dataclasses.fields(x) if hasattr(x, field.name)}
 
 
-def _packed(tree: Any) -> Any:
-    """The inverse of `_unpacked`."""
+def _pack_records(tree: Any) -> Any:
+    """The inverse of `_unpack_records`."""
 
     def pack_record(x: Any) -> Any:
         if not isinstance(x, _Fields):
             return x
-        values = dict(zip(x.names, map(_packed, x.values), strict=True))
+        values = dict(zip(x.names, map(_pack_records, x.values), strict=True))
         items = [values.pop(name) for name in x.names if isinstance(name, int)]
         record: Any = tuple.__new__(x.kind, items) if issubclass(x.kind, tuple) else object.__new__(x.kind)
         for name, value in values.items():

@@ -76,7 +76,9 @@ def tensors_of(source: Any, share: tuple[int, int] = (0, 1)) -> Tensors:
         reader.check()
         unsupported = {name: f"the value {x!r}" for name, x in reader.source.numbers.items()} | reader.source.others
         inner = any(name.startswith(INNER) for name in reader.tensors)  # as trainers save it, beside other state
-        values, unsupported = (_part(reader.tensors), _part(unsupported)) if inner else (reader.tensors, unsupported)
+        values, unsupported = (
+            (_inner_part(reader.tensors), _inner_part(unsupported)) if inner else (reader.tensors, unsupported)
+        )
         return Tensors(values, unsupported, reader.release_pages, zlib.crc32(reader.identity().encode()))
     if isinstance(source, Functional):
         state_dict = source.module.state_dict()
@@ -88,10 +90,10 @@ def tensors_of(source: Any, share: tuple[int, int] = (0, 1)) -> Tensors:
             f"parameters are loaded from the path of a folder or file, a module, or a mapping of names to tensors, not "
             f"from {source!r}" + (": src_rank= names the rank that passes it" if source is None else "")
         )
-    return Tensors(_checked(dict(_flat(source))), {}, lambda: None)
+    return Tensors(_checked_tensors(dict(_flat_items(source))), {}, lambda: None)
 
 
-def _part(named: dict[str, T]) -> dict[str, T]:
+def _inner_part(named: dict[str, T]) -> dict[str, T]:
     return {name.removeprefix(INNER): x for name, x in named.items() if name.startswith(INNER)}
 
 
@@ -105,16 +107,16 @@ def fingerprint(tensors: Mapping[str, Tensor], names: Iterable[str], values: boo
     return crc
 
 
-def _flat(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flat_items(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in mapping.items():
         name = f"{prefix}.{key}" if prefix and key else prefix or key
         if isinstance(value, Mapping):
-            yield from _flat(value, name)
+            yield from _flat_items(value, name)
         else:
             yield name, value
 
 
-def _checked(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
+def _checked_tensors(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
     for name, x in tensors.items():
         if isinstance(x, Placeholder):
             raise TypeError(f"{name} was taken out of this module by `functional`: pass what that returned")

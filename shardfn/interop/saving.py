@@ -97,19 +97,19 @@ def save_pretrained(
             raise TypeError(
                 f"save_pretrained: tokenizer={tokenizer!r} has no save_pretrained(folder): pass the tokenizer itself"
             )
-        return local_path(folder, "interop.save_pretrained: folder"), _checked(model, params, buffers)
+        return local_path(folder, "interop.save_pretrained: folder"), _values_to_write(model, params, buffers)
 
     path, provided = on_each_rank(started)
     group, task = team_of(flat.layout.grid for flat in flat_shards(params)), f"save_pretrained {path}"
     files, stored, plan = group.run_on_each(
-        task, lambda: _planned(model, provided, dtype, max_shard_bytes, metadata or {})
+        task, lambda: _plan_files(model, provided, dtype, max_shard_bytes, metadata or {})
     )
     refuse_different(group, task, contents(params, shared=False), (str(path), repr(plan.headers)))
     try:
-        group.first(task, lambda: _begin(path, plan, model, tokenizer, files, stored))
+        group.first(task, lambda: _create_files(path, plan, model, tokenizer, files, stored))
         local_buffers = provided.buffers.items() if group.rank == 0 else ()
         values = itertools.chain(turns(params, provided.params, group), local_buffers)
-        placed = functools.partial(_placed, _targets(files), stored, provided.packed, dtype)
+        placed = functools.partial(_file_portions, _targets(files), stored, provided.packed, dtype)
         group.run_on_each(task, lambda: fill(path, plan, values, placed))
         group.first(task, lambda: _finish(path, plan))
     except BaseException:
@@ -134,7 +134,7 @@ class _Given(NamedTuple):
     buffers: dict[str, Tensor]
 
 
-def _checked(model: Functional, params: Any, buffers: Mapping[str, Tensor] | None) -> _Given:
+def _values_to_write(model: Functional, params: Any, buffers: Mapping[str, Tensor] | None) -> _Given:
     """The values to write; raises ValueError unless parameters and buffers are the model's."""
     model._check(params)
     state_dict = model.module.state_dict()
@@ -175,7 +175,7 @@ def _checked(model: Functional, params: Any, buffers: Mapping[str, Tensor] | Non
 # --- what is written where ---
 
 
-def _planned(
+def _plan_files(
     model: Functional, provided: _Given, dtype: torch.dtype | None, largest: int, metadata: Mapping[str, str]
 ) -> tuple[dict[str, Assembled], _Few, FileLayout]:
     """The sources of each stored tensor, those that stay quantized, and the layout of the files."""
@@ -194,7 +194,7 @@ def _planned(
     few = _few(model, provided, files, metas) if dtype is None and provided.packed else _Few({}, {})
     kinds = {name: TensorType(x.dtype, x.shape) for name, x in files.items() if name not in few.formats}
     for name, packed in few.formats.items():
-        parts = bitsandbytes.tensors(name, packed).items()
+        parts = bitsandbytes.file_tensors(name, packed).items()
         kinds |= {part: TensorType(x.dtype, tuple(x.shape)) for part, x in parts}
     prefix = DIFFUSERS if conversions.of_diffusers(model.module) else ""
     return files, few, planned(kinds, largest, metadata, prefix)
@@ -218,12 +218,12 @@ def _few(model: Functional, provided: _Given, files: Mapping[str, Assembled], me
     try:
         for name, x in files.items():
             origins = {part.origin for part in x.parts} & set(provided.packed)
-            if origins and not (len(x.parts) == 1 and _same(next(iter(origins)), x, metas)):
+            if origins and not (len(x.parts) == 1 and _same_places(next(iter(origins)), x, metas)):
                 raise ValueError(f"{name}, which contains {listed(sorted(origins), 2)}, is not a full parameter")
             for origin in origins:
                 packed = provided.packed[origin]
                 formats[name] = packed.having(torch.empty(packed.nbytes, dtype=torch.uint8, device="meta"))
-                bitsandbytes.tensors(name, formats[name])
+                bitsandbytes.file_tensors(name, formats[name])
     except ValueError as error:
         raise CheckpointError(f"{error}. Pass dtype= to decode the parameters") from None
     linear = [name for name, m in model.module.named_modules() if isinstance(m, nn.Linear)]
@@ -272,11 +272,11 @@ def _problem(
     if loaded.extra or set(loaded.values) != set(state):
         differing = sorted({*loaded.extra, *(set(loaded.values) ^ set(state))})
         return f"these names would be missing or extra: {listed(differing, 4)}"
-    misplaced = [name for name, x in loaded.values.items() if not _same(name, x, metas)]
+    misplaced = [name for name, x in loaded.values.items() if not _same_places(name, x, metas)]
     return f"{misplaced[0]} would have its elements in other places" if misplaced else ""
 
 
-def _same(name: str, x: Assembled, metas: Mapping[str, Tensor]) -> bool:
+def _same_places(name: str, x: Assembled, metas: Mapping[str, Tensor]) -> bool:
     """Whether all elements of a tensor have the same places as in the parameter."""
     return x.shape == tuple(metas[name].shape) and all(
         part.origin == name and _geometry(part.values) == _geometry(metas[name][part.box.slices_in(full_box(x.shape))])
@@ -301,7 +301,7 @@ def _targets(files: Mapping[str, Assembled]) -> dict[str, list[tuple[str, Assemb
     return targets
 
 
-def _placed(
+def _file_portions(
     targets: Mapping[str, list[tuple[str, AssembledPart]]],
     few: _Few,
     packed: Mapping[str, Packed],
@@ -314,7 +314,7 @@ def _placed(
         x = packed[name].having(x).decoded(dtype)
     for target, part in targets.get(name, ()):
         if target in few.formats:
-            for key, values in bitsandbytes.tensors(target, packed[name].having(x)).items():
+            for key, values in bitsandbytes.file_tensors(target, packed[name].having(x)).items():
                 yield key, full_box(values.shape), values
             continue
         x, (box, view, _) = x.contiguous(), part
@@ -323,7 +323,7 @@ def _placed(
             yield target, box_of_portion.translated(box.offsets), portion.to(view.dtype)
 
 
-def _begin(
+def _create_files(
     folder: Path, plan: FileLayout, model: Functional, tokenizer: Any, files: Mapping[str, Assembled], few: _Few
 ) -> None:
     """Creates the tensor files at full length and writes the other files, all under temporary names."""
@@ -356,7 +356,7 @@ def _finish(folder: Path, plan: FileLayout) -> None:
     """Renames all files; at no time are tensors of one model next to the configuration of another."""
     new, config = folder / SETTINGS, folder / CONFIG
     files = sorted(_files_in(new), key=lambda file: str(file) == CONFIG)
-    old_config, old_tensors = folders.staging_path(config, "replaced"), _tensors_in(folder)
+    old_config, old_tensors = folders.staging_path(config, "replaced"), _tensor_files(folder)
     same = all((folder / file).exists() and (folder / file).read_bytes() == (new / file).read_bytes() for file in files)
     hidden = config.exists() and (new / CONFIG).exists() and not same
     if hidden:
@@ -365,7 +365,7 @@ def _finish(folder: Path, plan: FileLayout) -> None:
     try:
         publish(folder, plan)
     except BaseException:
-        if hidden and _tensors_in(folder) == old_tensors:
+        if hidden and _tensor_files(folder) == old_tensors:
             os.replace(old_config, config)
         raise
     for file in files:
@@ -376,7 +376,7 @@ def _finish(folder: Path, plan: FileLayout) -> None:
     shutil.rmtree(new)
 
 
-def _tensors_in(folder: Path) -> dict[str, int]:
+def _tensor_files(folder: Path) -> dict[str, int]:
     """The tensor files of a model in a folder, with inodes, which change if a file is replaced."""
     return {path.name: path.stat().st_ino for path in folder.iterdir() if OURS.fullmatch(path.name)}
 

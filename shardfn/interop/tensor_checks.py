@@ -149,7 +149,7 @@ class ShardedModules:
             ValueError: the two differ.
         """
         level = _GRADIENTS if torch.is_grad_enabled() else _VALUES
-        tensors = list(_tensors((args, kwargs)))
+        tensors = list(_tree_tensors((args, kwargs)))
         size = self.owner.size
         if self.proved >= level or size == 1 or torch.compiler.is_compiling() or not all(map(plain, tensors)):
             return
@@ -164,19 +164,19 @@ class ShardedModules:
             def run(values: Sequence[Tensor], ranks: int, dtype: torch.dtype | None) -> Results:
                 self.owner.size, self.owner.entrance.last = ranks, None
                 buffers = [holder[attr].clone() for holder, attr, _ in part.buffers]
-                leaves = [_cast(x, dtype, needs) for x, needs in zip(values, moving, strict=True)]
+                leaves = [_cast_copy(x, dtype, needs) for x, needs in zip(values, moving, strict=True)]
                 arguments = mapped(
-                    lambda x: _cast(x, dtype, level == _GRADIENTS and getattr(x, "requires_grad", False)),
+                    lambda x: _cast_copy(x, dtype, level == _GRADIENTS and getattr(x, "requires_grad", False)),
                     (args, kwargs),
                 )
-                inputs = [x for x in _tensors(arguments) if x.is_floating_point()]
+                inputs = [x for x in _tree_tensors(arguments) if x.is_floating_point()]
                 with (
                     torch.set_grad_enabled(level == _GRADIENTS),
                     placed(slots, leaves),
                     placed(part.buffers, buffers),
                     placed(*self.numbers[ranks]),
                 ):
-                    outputs = list(_tensors(forward(*arguments[0], **arguments[1])))
+                    outputs = list(_tree_tensors(forward(*arguments[0], **arguments[1])))
                     slopes = _slopes(outputs, [*leaves, *inputs])
                 return [y.detach() for y in outputs], slopes[: len(leaves)], slopes[len(leaves) :]
 
@@ -243,7 +243,7 @@ def _slopes(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]
     return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, by_input, strict=True)]
 
 
-def _cast(x: Any, dtype: torch.dtype | None, differentiated: bool) -> Any:
+def _cast_copy(x: Any, dtype: torch.dtype | None, differentiated: bool) -> Any:
     if is_cache(x):
         return copy.deepcopy(x)
     if not isinstance(x, Tensor) or not x.is_floating_point():
@@ -292,8 +292,8 @@ class Following(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         if self.region.owner.proving:
             return out
-        traced = [x for x in _tensors((args, kwargs)) if hasattr(x, _MARK)]
-        results = list(_tensors(out)) if traced else []
+        traced = [x for x in _tree_tensors((args, kwargs)) if hasattr(x, _MARK)]
+        results = list(_tree_tensors(out)) if traced else []
         if dispatch.is_op(func) and func.namespace.startswith("shardfn"):
             op = str(func.name()).split("::")[-1]
             if self.group in args:
@@ -321,7 +321,7 @@ class Following(TorchFunctionMode):
 
     def check(self, results: Any) -> None:
         """Raises ValueError if the stage returns something that is not the same on all ranks."""
-        for x in _tensors(results):
+        for x in _tree_tensors(results):
             if is_cut(x):
                 raise ValueError(
                     f"{self.region.path} returns a value of shape {tuple(x.shape)} that is sharded over "
@@ -338,7 +338,7 @@ def is_cut(x: Any) -> bool:
     return bool(getattr(x, _MARK, False))
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
+def _tree_tensors(tree: Any) -> Iterator[Tensor]:
     return (x for x in Forms().flatten(tree)[0] if isinstance(x, Tensor))
 
 

@@ -54,7 +54,7 @@ class TensorParallel:
             return lambda *a, **k: _replicated(m, axis, run, *a, **k) if self.size > 1 else run(*a, **k)
         if style == "embedding_rowwise":
             is_plain = runs_as(m, nn.Embedding)
-            inner: Forward = functools.partial(_embedding if is_plain else _embedding_of_its_own, m, cut, axis)
+            inner: Forward = functools.partial(_padded_embedding if is_plain else _embedding_of_its_own, m, cut, axis)
             if not is_plain:
                 inner = functools.partial(inner, run)
         elif style == "moe_tp_experts":
@@ -153,7 +153,7 @@ def own_parts(x: Tensor, parts: int, axis: str, dim: int) -> Tensor:
     return ragged_all_to_all(x, axis, send, [sources.count(rank) * block for rank in range(size)], dim=dim)
 
 
-def _embedding(m: Any, cut: Cut, axis: str, tokens: Tensor) -> Tensor:
+def _padded_embedding(m: Any, cut: Cut, axis: str, tokens: Tensor) -> Tensor:
     """As `parallel.embedding`, but supporting `padding_idx`, whose row gets no gradient."""
     table = m.weight
     rows = table.shape[0]
@@ -190,7 +190,7 @@ class Lookups(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if func is F.embedding and args[1] is self.weight:
             self.found = True
-            return _embedding(self.m, self.cut, self.axis, args[0])
+            return _padded_embedding(self.m, self.cut, self.axis, args[0])
         out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor) and any(x is self.weight for x in args):
             raise self.error(f"reads its weight by {getattr(func, '__name__', func)}")

@@ -140,7 +140,7 @@ class TensorPlan:
                 )
 
 
-def planned(module: nn.Module, table: Table | str, axis: str) -> TensorPlan:
+def apply_table(module: nn.Module, table: Table | str, axis: str) -> TensorPlan:
     """Applies a table to a module.
 
     Args:
@@ -162,7 +162,7 @@ def planned(module: nn.Module, table: Table | str, axis: str) -> TensorPlan:
     paths: dict[nn.Module, str] = {m: path for path, m in module.named_modules()}
     words, numbers, parameters = _matched(module, entries, is_auto)
     words = _with_ties(module, words)
-    cuts = {m: _cut(m, paths[m], style, parameters.get(m, {})) for m, style in words.items()}
+    cuts = {m: _module_cut(m, paths[m], style, parameters.get(m, {})) for m, style in words.items()}
     if stray := next((m for m in parameters if words.get(m) != "moe_tp_experts"), None):
         name = f"{paths[stray]}.{next(iter(parameters[stray]))}"
         raise ValueError(
@@ -269,7 +269,7 @@ def _with_ties(module: nn.Module, words: Words) -> Words:
     return result
 
 
-def _cut(m: nn.Module, path: str, style: str, words: dict[str, str]) -> Cut:
+def _module_cut(m: nn.Module, path: str, style: str, words: dict[str, str]) -> Cut:
     """The `Cut` of a module.
 
     Raises:

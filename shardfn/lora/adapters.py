@@ -111,7 +111,7 @@ class Adapter:
 
     def misfit(self, m: nn.Module, parameter: str | None = None) -> str:
         """Why it does not fit a layer's weight, or a parameter by its own name; an empty string if it does."""
-        weight, kind = m._parameters.get(parameter or "weight"), kind_of(m, parameter)
+        weight, kind = m._parameters.get(parameter or "weight"), layer_kind(m, parameter)
         if weight is not None and kind != self.recipe.kind:
             subject = f"a {type(m).__name__}" if parameter is None else f"a parameter of kind {kind!r}"
             return f"{subject}, and its adapter is for weights of kind {self.recipe.kind!r}"
@@ -136,7 +136,7 @@ def parameter_of(path: str, kind: Kind) -> str:
     return path if kind in BARE else joined(path, "weight")
 
 
-def kind_of(m: nn.Module, parameter: str | None = None) -> Kind | None:
+def layer_kind(m: nn.Module, parameter: str | None = None) -> Kind | None:
     """The kind of a layer's weight, or of a parameter by its own name; None for layers that adapters do not support."""
     if parameter is not None:
         p = m._parameters[parameter]
@@ -208,12 +208,14 @@ class Adapted:
         return _times_on_left(self, other)
 
     def __rmatmul__(self, other: Any) -> Any:
-        return _times(other, self)
+        return _matmul(other, self)
 
     def __getitem__(self, rows: Any) -> Tensor:
         if not isinstance(rows, (int, Tensor)) or (isinstance(rows, Tensor) and rows.dtype == torch.bool):
             raise TypeError(f"{self} is indexed by {type(rows).__name__}: adapters know one index of rows, or {_DENSE}")
-        return _rows(torch.as_tensor(rows, device=self._weight.device), self, self._weight[rows], lambda x: x[rows])
+        return _adapted_rows(
+            torch.as_tensor(rows, device=self._weight.device), self, self._weight[rows], lambda x: x[rows]
+        )
 
     def __len__(self) -> int:
         return len(self._weight)
@@ -255,7 +257,7 @@ class Adapted:
         """DoRA's factor for each output: its magnitude over its row's norm, which is constant for derivatives."""
         weight = self._weight if self._outputs_first else self._weight.mT
         a, b = self._adapter.a, self._adapter.b
-        norm = norms(weight.detach(), a.detach(), b.detach(), self._adapter.recipe.scale)
+        norm = row_norms(weight.detach(), a.detach(), b.detach(), self._adapter.recipe.scale)
         ratio: Tensor = self._adapter.magnitude / norm.detach()
         return ratio
 
@@ -269,7 +271,7 @@ def is_adapted(x: Any) -> bool:
     return type(x) is Adapted
 
 
-def norms(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+def row_norms(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """The norm of each row of `weight + scale * b @ a`, `[outputs]`, without that matrix.
 
     Args:
@@ -303,7 +305,7 @@ def _added(x: Tensor, w: Adapted, base: Callable[[Tensor], Tensor], bias: Any = 
     return result.to(from_weight.dtype)
 
 
-def _times(x: Any, w: Any) -> Any:
+def _matmul(x: Any, w: Any) -> Any:
     """`x @ w`."""
     if is_adapted(x):
         return _times_on_left(x, w)
@@ -314,10 +316,10 @@ def _times_on_left(w: Adapted, x: Any) -> Any:
     """`w @ x`."""
     if is_adapted(x):
         raise TypeError(f"{w} @ {x}: adapters know the product with a tensor; for others {_DENSE}")
-    return _times(x, w.T) if x.ndim == 1 else _times(x.mT, w.T).mT
+    return _matmul(x, w.T) if x.ndim == 1 else _matmul(x.mT, w.T).mT
 
 
-def _linear(input: Any, weight: Any, bias: Any = None) -> Tensor:
+def _adapted_linear(input: Any, weight: Any, bias: Any = None) -> Tensor:
     if is_adapted(input) or is_adapted(bias):
         raise TypeError(f"F.linear: adapters know it with {weight} as the weight; for others {_DENSE}")
     if weight._adapter.magnitude is None:
@@ -333,7 +335,7 @@ def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 
     return _added(mat1, mat2, lambda x: x @ mat2._weight, input)
 
 
-def _embedding(
+def _adapted_embedding(
     input: Any,
     weight: Any,
     padding_idx: int | None = None,
@@ -348,10 +350,10 @@ def _embedding(
     def look_up(x: Tensor) -> Tensor:
         return F.embedding(input, x, padding_idx, None, norm_type, scale_grad_by_freq, sparse)
 
-    return _rows(input, weight, look_up(weight._weight), look_up)
+    return _adapted_rows(input, weight, look_up(weight._weight), look_up)
 
 
-def _rows(index: Tensor, w: Adapted, base_rows: Tensor, select: Callable[[Tensor], Tensor]) -> Tensor:
+def _adapted_rows(index: Tensor, w: Adapted, base_rows: Tensor, select: Callable[[Tensor], Tensor]) -> Tensor:
     """Rows of `w`, which `select` takes from a matrix. Rows without a gradient there have none in the factor either."""
     first, second = w._factors()
     result = base_rows + (select(first) * w._adapter.recipe.scale) @ second
@@ -362,9 +364,9 @@ def _rows(index: Tensor, w: Adapted, base_rows: Tensor, select: Callable[[Tensor
 
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    F.linear: _linear, F.embedding: _embedding, torch.addmm: _addmm, Tensor.addmm: _addmm, torch.matmul: _times,
-    Tensor.matmul: _times, Tensor.__matmul__: _times, torch.mm: _times, Tensor.mm: _times,
-    Tensor.__rmatmul__: lambda w, x: _times(x, w), torch.transpose: lambda w, i, j: w.transpose(i, j),
+    F.linear: _adapted_linear, F.embedding: _adapted_embedding, torch.addmm: _addmm, Tensor.addmm: _addmm,
+    torch.matmul: _matmul, Tensor.matmul: _matmul, Tensor.__matmul__: _matmul, torch.mm: _matmul, Tensor.mm: _matmul,
+    Tensor.__rmatmul__: lambda w, x: _matmul(x, w), torch.transpose: lambda w, i, j: w.transpose(i, j),
     torch.t: lambda w: w.T,
 }  # fmt: skip
 
@@ -402,18 +404,18 @@ def _adapted(base: Any, adapters: Any, training: bool, path: str) -> Any:
         )
     if is_adapter(adapters):
         is_weight = isinstance(base, (Tensor, Packed))
-        if wrong := adapters.unlike(base.shape) if is_weight else f"{_kind(base)}, with an adapter":
+        if wrong := adapters.unlike(base.shape) if is_weight else f"{_shape_text(base)}, with an adapter":
             raise ValueError(f"adapted: {path or 'it'} is {wrong}")
         return adapters.apply_to(base.decoded() if isinstance(base, Packed) else base, training)
     if isinstance(adapters, Tensor):
         if not isinstance(base, Tensor) or base.shape != adapters.shape:
-            raise ValueError(f"adapted: {path} is {_kind(base)}, and what replaces it {_kind(adapters)}")
+            raise ValueError(f"adapted: {path} is {_shape_text(base)}, and what replaces it {_shape_text(adapters)}")
         return adapters
     if isinstance(adapters, Mapping):
         return _with_items(base, adapters, training, path) if adapters else base
     if isinstance(adapters, (list, tuple)) and isinstance(base, (list, tuple)) and len(adapters) == len(base):
         return _with_items(base, dict(enumerate(adapters)), training, path)
-    raise ValueError(f"adapted: {path or 'the tree'} is {_kind(base)} with adapters of {_kind(adapters)}")
+    raise ValueError(f"adapted: {path or 'the tree'} is {_shape_text(base)} with adapters of {_shape_text(adapters)}")
 
 
 def _with_items(base: Any, adapters: Mapping[Any, Any], training: bool, path: str) -> Any:
@@ -425,7 +427,7 @@ def _with_items(base: Any, adapters: Mapping[Any, Any], training: bool, path: st
     elif isinstance(base, (list, tuple)):
         items = dict(enumerate(base))
     else:
-        raise ValueError(f"adapted: {path or 'the tree'} is {_kind(base)}, with adapters of {sorted(adapters)}")
+        raise ValueError(f"adapted: {path or 'the tree'} is {_shape_text(base)}, with adapters of {sorted(adapters)}")
     for key, adapter in adapters.items():
         if key not in items:
             raise ValueError(f"adapted: there is no {joined(path, key)} that an adapter could be of")
@@ -435,7 +437,7 @@ def _with_items(base: Any, adapters: Mapping[Any, Any], training: bool, path: st
     return type(base)(**items) if hasattr(base, "_fields") else type(base)(items.values())
 
 
-def _kind(x: Any) -> str:
+def _shape_text(x: Any) -> str:
     shape = getattr(x, "shape", None)
     return f"of shape {list(shape)}" if isinstance(shape, Sequence) else f"a {type(x).__name__}"
 

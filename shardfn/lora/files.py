@@ -25,7 +25,7 @@ from shardfn.checkpoint.team import CheckpointError, on_each_rank, team_of
 from shardfn.interop.functional import Functional, expect_functional
 from shardfn.local_paths import local_path
 from shardfn.lora import targets
-from shardfn.lora.adapters import BARE, PARTS, Adapter, Kind, Recipe, is_adapter, kind_of, parameter_of, thin
+from shardfn.lora.adapters import BARE, PARTS, Adapter, Kind, Recipe, is_adapter, layer_kind, parameter_of, thin
 from shardfn.lora.init import by_stage, values_of, without_values
 from shardfn.mesh import waiting
 from shardfn.mesh.axes import grid_of
@@ -79,7 +79,7 @@ def save_pretrained(folder: str | os.PathLike[str], model: Functional, adapters:
     refuse_different(group, task, contents(adapters, shared=False), (str(path), text))
     first = sorted(grids[0].ranks)[:1] if grids else None
     full = unshard(adapters, ranks=first, to="cpu") if first else adapters
-    group.first(task, lambda: _write(path, _tensors(model, full), text))
+    group.first(task, lambda: _write(path, _adapter_tensors(model, full), text))
 
 
 def _config(model: Functional, adapters: Any) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def _config(model: Functional, adapters: Any) -> dict[str, Any]:
     rank, ranks = _patterns({path: recipe.rank for path, recipe in recipes.items()})
     scales = {path: recipe.alpha for path, recipe in recipes.items()}
     alpha, alphas = _patterns({path: int(x) if float(x).is_integer() else x for path, x in scales.items()})
-    saved, bias = _copied(model, {path for path in leaves if path not in by_path}, adapted)
+    saved, bias = _replaced_parameters(model, {path for path in leaves if path not in by_path}, adapted)
     module: Any = model.module
     name = type(module).__name__
     return {
@@ -124,7 +124,7 @@ def _config(model: Functional, adapters: Any) -> dict[str, Any]:
         "lora_dropout": dropout,
         "use_rslora": rslora,
         "use_dora": dora,
-        "target_modules": _targets(model, by_path.keys() - bare, saved),
+        "target_modules": _target_names(model, by_path.keys() - bare, saved),
         "target_parameters": _bare_targets(model, bare),
         "modules_to_save": saved or None,
         "fan_in_fan_out": "conv1d" in kinds.values(),
@@ -134,7 +134,7 @@ def _config(model: Functional, adapters: Any) -> dict[str, Any]:
     }
 
 
-def _copied(model: Functional, copies: set[str], adapted: set[str]) -> tuple[list[str], targets.Bias]:
+def _replaced_parameters(model: Functional, copies: set[str], adapted: set[str]) -> tuple[list[str], targets.Bias]:
     """The `modules_to_save` and `bias` of a configuration that describe these replaced parameters."""
 
     def alone(path: str) -> bool:
@@ -183,7 +183,7 @@ def _patterns(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     return common, patterns
 
 
-def _targets(model: Functional, paths: set[str], saved: Iterable[str]) -> list[str] | str:
+def _target_names(model: Functional, paths: set[str], saved: Iterable[str]) -> list[str] | str:
     """Names by which peft finds exactly these modules: last words of paths if possible."""
     if not paths:
         return []
@@ -206,12 +206,12 @@ def _names_of(paths: set[str], existing: Iterable[str], argument: str) -> list[s
     """Ends of paths that match exactly these of the existing paths: last words if possible; None if nothing does."""
     candidates = list(existing)
     for ends in (sorted({path.rpartition(".")[2] for path in paths}), sorted(paths)):
-        if set(filter(targets.named(ends, argument).matching, candidates)) == paths:
+        if set(filter(targets.selector_of(ends, argument).matching, candidates)) == paths:
             return ends
     return None
 
 
-def _tensors(model: Functional, adapters: Any) -> dict[str, Tensor]:
+def _adapter_tensors(model: Functional, adapters: Any) -> dict[str, Tensor]:
     """The adapters' tensors by their names in the file."""
     leaves = leaves_by_path(adapters, is_adapter)
     kinds = {path: leaf.recipe.kind for path, leaf in leaves.items() if is_adapter(leaf)}
@@ -273,7 +273,7 @@ def load(
     expect_functional("lora.load", model)
     path, group = local_path(folder, "lora.load: folder"), team_of([grid_of(mesh)])
     task = f"load {path}"
-    adapters, base = group.run_on_each(task, lambda: _read(path, model))
+    adapters, base = group.run_on_each(task, lambda: _read_adapters(path, model))
     if len(set(group.gathered(tuple(sorted(base)), task))) > 1:
         raise CheckpointError(f"{task}: ranks see different files")
     if base:
@@ -283,18 +283,18 @@ def load(
             raise CheckpointError(
                 f"{task}: it has {listed(base)} of the base, which must be those of the model: {error}"
             ) from None
-        group.run_on_each(task, lambda: _compare(base, values))
+        group.run_on_each(task, lambda: _compare_base(base, values))
     return shard(adapters, mesh, strategy)
 
 
-def _compare(base: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> None:
+def _compare_base(base: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> None:
     for name, x in base.items():
         param = params[name]
         if param.shape != x.shape or not torch.equal(param.cpu().to(x.dtype), x):
             raise CheckpointError(f"its {name} of the base differs from the model's: load it into the model first")
 
 
-def _read(folder: Path, model: Functional) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _read_adapters(folder: Path, model: Functional) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Whole adapters, and the base's weights that are in the file as well."""
     config = _configuration(folder / CONFIG)
     file = next((folder / name for name in (WEIGHTS, "adapter_model.bin") if (folder / name).exists()), None)
@@ -320,8 +320,10 @@ def _understood(
     def unwrapped(name: str) -> str:
         return name if name in by_path or name in model.names else re.sub(r"\.base_layer(?=\.)", "", name)
 
-    saved = list(filter(targets.named(config.get(targets.SAVED) or (), targets.SAVED).matching, by_path))
-    bare = targets.parameters(model, targets.named(config.get(targets.PARAMETERS) or (), targets.PARAMETERS), (), saved)
+    saved = list(filter(targets.selector_of(config.get(targets.SAVED) or (), targets.SAVED).matching, by_path))
+    bare = targets.parameters(
+        model, targets.selector_of(config.get(targets.PARAMETERS) or (), targets.PARAMETERS), (), saved
+    )
     targets.refuse_parts(bare, config.get("lora_dropout") or 0.0, bool(config.get("use_dora")))
     paths = {name: path for path, name in targets.in_files(model, bare).items()}
     parts_by_path: dict[str, dict[str, Tensor]] = {}
@@ -390,12 +392,12 @@ def _check_complete(config: Mapping[str, Any], model: Functional, paths: Set[str
     names, exclude = config.get("target_modules") or (), config.get("exclude_modules") or ()
     if not (names or config.get(targets.PARAMETERS)) or config.get("layers_to_transform") is not None:
         return
-    excluded = targets.named(exclude, "exclude_modules")
+    excluded = targets.selector_of(exclude, "exclude_modules")
     if names == "all-linear":
         named_paths = set(targets.modules(model, names, exclude, config.get(targets.SAVED) or ()))
     else:
         all_paths = (path for path, _ in model.module.named_modules() if path)
-        named_paths = set(filter(targets.named(names, "target_modules").matching, all_paths))
+        named_paths = set(filter(targets.selector_of(names, "target_modules").matching, all_paths))
     named_paths = {path for path in named_paths if not excluded.matching(path) and not targets.inside(path, saved)}
     if named_paths != paths:
         missing, extra = sorted(named_paths - paths), sorted(paths - named_paths)
@@ -406,7 +408,7 @@ def _check_complete(config: Mapping[str, Any], model: Functional, paths: Set[str
 
 
 def _layer_kind(path: str, m: nn.Module) -> Kind:
-    kind = kind_of(m)
+    kind = layer_kind(m)
     if kind is None or m._parameters.get("weight") is None:
         raise CheckpointError(f"{path} is a {type(m).__name__}, which has no adapters here")
     return kind

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from shardfn.interop.functional import Functional
-from shardfn.interop.in_place import described
-from shardfn.lora.adapters import Adapter, Kind, Recipe, norms, parameter_of, thin
+from shardfn.interop.in_place import meta_structure
+from shardfn.lora.adapters import Adapter, Kind, Recipe, parameter_of, row_norms, thin
 from shardfn.lora.targets import (
     ALL,
     PARAMETERS,
@@ -25,11 +25,11 @@ from shardfn.lora.targets import (
     holder_of,
     inside,
     modules,
-    named,
     parameters,
     patterned,
     refuse_parts,
     saved_modules,
+    selector_of,
 )
 from shardfn.mesh import waiting
 from shardfn.mesh.spec import joined, leaves_by_path
@@ -141,7 +141,7 @@ class _Make:
             if not isinstance(patterns, Mapping):
                 raise TypeError(f"lora: {argument} must be a dict of patterns for the ends of paths, got {patterns!r}")
             for key in patterns:
-                named(key, argument)
+                selector_of(key, argument)
         for r in (self.rank, *self.ranks.values()):
             if not isinstance(r, int) or isinstance(r, bool) or r < 1:
                 raise ValueError(f"lora: rank must be an int of at least 1, got {r!r}")
@@ -188,7 +188,7 @@ class _Make:
         if not self.dora or value is None:
             return Adapter(a, b, None, recipe)
         weight = value.detach().cpu()
-        magnitude = norms(weight if kind == "linear" else weight.mT, a, b, recipe.scale).to(dtype)
+        magnitude = row_norms(weight if kind == "linear" else weight.mT, a, b, recipe.scale).to(dtype)
         return Adapter(a, b, magnitude, recipe)
 
 
@@ -205,7 +205,7 @@ def _of_model(
     bias: str,
     params: Any,
 ) -> Any:
-    selector, saved_paths = named(bare, PARAMETERS), saved_modules(model, saved)
+    selector, saved_paths = selector_of(bare, PARAMETERS), saved_modules(model, saved)
     kinds = modules(model, targets, exclude, saved) if targets or not selector.names else {}
     by_themselves = parameters(model, selector, kinds, saved_paths)
     selector.check(model.names, "parameters")
@@ -221,7 +221,7 @@ def _of_model(
     for path, kind in kinds.items():
         weight = model.module.get_parameter(parameter_of(path, kind))
         adapters[path] = make.adapter(path, kind, weight.shape, weight.dtype, values.get(joined(path, "weight")))
-    return by_stage(model, adapters | {path: _copy(values[path]) for path in copies})
+    return by_stage(model, adapters | {path: _float_copy(values[path]) for path in copies})
 
 
 def values_of(model: Functional, params: Any, names: Iterable[str]) -> dict[str, Tensor]:
@@ -274,11 +274,11 @@ def _of_tree(base: Any, make: _Make, targets: Names, exclude: Names, saved: Name
     template = optree.tree_map(without_values, base, is_leaf=is_stage)
     shapes = leaves_by_path(template, is_packed)
     rules = {"targets": targets, "exclude": exclude, "modules_to_save": saved}
-    selectors = {argument: named(names, argument) for argument, names in rules.items() if names}
+    selectors = {argument: selector_of(names, argument) for argument, names in rules.items() if names}
     if isinstance(turned, bool):
         is_turned: Callable[[str], Any] = lambda path: turned  # noqa: E731
     else:
-        selectors["fan_in_fan_out"] = named(turned, "fan_in_fan_out")
+        selectors["fan_in_fan_out"] = selector_of(turned, "fan_in_fan_out")
         is_turned = selectors["fan_in_fan_out"].matching
     for names in selectors.values():
         names.check(shapes, "parameters")
@@ -291,7 +291,7 @@ def _of_tree(base: Any, make: _Make, targets: Names, exclude: Names, saved: Name
         raise ValueError(f"lora: targets: nothing is left of what {targets!r} matches, or nothing was named")
     make.check(paths)
     values = whole_values(base, [*copies, *(paths if make.dora else ())])
-    adapters: dict[str, Any] = {path: _copy(values[path]) for path in copies}
+    adapters: dict[str, Any] = {path: _float_copy(values[path]) for path in copies}
     for path in paths:
         kind: Kind = "conv1d" if is_turned(path) else "linear"
         adapters[path] = make.adapter(path, kind, shapes[path].shape, shapes[path].dtype, values.get(path))
@@ -300,7 +300,7 @@ def _of_tree(base: Any, make: _Make, targets: Names, exclude: Names, saved: Name
 
 def without_values(node: Any) -> Any:
     """A stage's parameters on the meta device; anything else unchanged."""
-    return described([flat.layout for flat in stage_shards(node)]) if is_stage(node) else node
+    return meta_structure([flat.layout for flat in stage_shards(node)]) if is_stage(node) else node
 
 
 def _pruned(node: Any, values: Mapping[str, Any], path: str) -> Any:
@@ -322,5 +322,5 @@ def _pruned(node: Any, values: Mapping[str, Any], path: str) -> Any:
     return None
 
 
-def _copy(x: Tensor) -> Tensor:
+def _float_copy(x: Tensor) -> Tensor:
     return x.detach().to(torch.promote_types(x.dtype, torch.float32), copy=True)

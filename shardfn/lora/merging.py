@@ -53,7 +53,7 @@ def merge(params: Any, adapters: Any, model: Functional | None = None) -> Any:
         ``interop.save_pretrained("merged", model, lora.merge(params, adapters, model))``
     """
     by_path = _adapters_by_path(adapters, model)
-    _check(params, by_path)
+    _check_shapes(params, by_path)
     if quantised := [node for node in _stages(params) if _in_few_bits(node)]:
         ranks = [stage_shards(node)[0].layout.grid.ranks for node in quantised if is_stage(node)]
         if all(process_groups.global_rank() == min(group) for group in ranks):  # one warning, not one per rank
@@ -74,7 +74,7 @@ def merge(params: Any, adapters: Any, model: Functional | None = None) -> Any:
             changed = changed * _elements(column.expand(adapter.shape()), span).to(values.device)
         return changed
 
-    return _changed(params, by_path, change)
+    return _with_changes(params, by_path, change)
 
 
 @waiting.during("sf.lora.unmerge")
@@ -99,10 +99,12 @@ def unmerge(params: Any, adapters: Any, model: Functional | None = None) -> Any:
                 f"lora.unmerge: {path} was {change}, and what it was before is not in it any more: keep the parameters "
                 f"from before merge"
             )
-    _check(params, by_path)
+    _check_shapes(params, by_path)
     if any(map(_in_few_bits, _stages(params))):
         raise ValueError("lora.unmerge: the tree has quantized parameters, into which nothing can be merged")
-    return _changed(params, by_path, lambda path, span, values: values - _delta(by_path[path], span).to(values.device))
+    return _with_changes(
+        params, by_path, lambda path, span, values: values - _delta(by_path[path], span).to(values.device)
+    )
 
 
 # --- what there is to merge ---
@@ -140,7 +142,7 @@ def _adapters_by_path(adapters: Any, model: Functional | None) -> dict[str, Any]
     return by_name
 
 
-def _check(params: Any, by_path: Mapping[str, Any]) -> None:
+def _check_shapes(params: Any, by_path: Mapping[str, Any]) -> None:
     """Raises ValueError, the same on every rank, if adapters do not fit the parameters' shapes."""
     for name, leaf in leaves_by_path(params, lambda x: is_flat(x) or is_packed(x)).items():
         shapes = {name: tuple(leaf.shape)} if not is_flat(leaf) else {
@@ -159,7 +161,7 @@ def _ratio(params: Any, path: str, adapter: Adapter) -> Tensor:
     """DoRA's factor for each output, computed from the whole weight, on its device."""
     weight = whole_values(params, [path]).get(path)
     if weight is None:
-        raise ValueError(_lost([path]))
+        raise ValueError(_missing_message([path]))
     placed: Adapter = optree.tree_map(lambda x: x.to(weight.device), adapter)
     return placed.apply_to(weight, training=False)._ratio()
 
@@ -167,7 +169,7 @@ def _ratio(params: Any, path: str, adapter: Adapter) -> Tensor:
 # --- into the parameters ---
 
 
-def _changed(params: Any, by_path: Mapping[str, Any], change: Callable[[str, Range, Tensor], Tensor]) -> Any:
+def _with_changes(params: Any, by_path: Mapping[str, Any], change: Callable[[str, Range, Tensor], Tensor]) -> Any:
     """The parameters, with the elements that this rank holds changed."""
     rank, used = process_groups.global_rank(), set[str]()
 
@@ -194,7 +196,7 @@ def _changed(params: Any, by_path: Mapping[str, Any], change: Callable[[str, Ran
         accessors, leaves, spec = optree.tree_flatten_with_accessor(params, is_leaf=is_flat)
         new_leaves = [changed_leaf(dotted(accessor), leaf) for accessor, leaf in zip(accessors, leaves, strict=True)]
     if unused := [path for path in by_path if path not in used]:
-        raise ValueError(_lost(unused))
+        raise ValueError(_missing_message(unused))
     return optree.tree_unflatten(spec, new_leaves)
 
 
@@ -221,7 +223,7 @@ def _elements(full: Tensor, span: Range) -> Tensor:
     return full.reshape(-1)[span.start : span.stop]
 
 
-def _lost(paths: list[str]) -> str:
+def _missing_message(paths: list[str]) -> str:
     return (
         f"lora: there is no parameter {listed(paths, 4)} that an adapter could be of: are these the "
         f"parameters that the adapters belong to, and is model= passed, if they are a model's?"

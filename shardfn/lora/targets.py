@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 from shardfn.interop.functional import Functional
-from shardfn.lora.adapters import BARE, Kind, kind_of
+from shardfn.lora.adapters import BARE, Kind, layer_kind
 from shardfn.mesh.spec import joined
 from shardfn.quoting import listed
 
@@ -63,7 +63,7 @@ class Selector(NamedTuple):
             )
 
 
-def named(names: Names, argument: str) -> Selector:
+def selector_of(names: Names, argument: str) -> Selector:
     """The selector of an argument's names.
 
     Raises:
@@ -106,7 +106,7 @@ def modules(model: Functional, targets: Names, exclude: Names, saved: Names) -> 
         ValueError: a name matches nothing; a module is of an unsupported kind.
     """
     by_path = {path: m for path, m in model.module.named_modules() if path}
-    excluded = [named(exclude, "exclude")] if exclude else []
+    excluded = [selector_of(exclude, "exclude")] if exclude else []
     for selector in excluded:
         selector.check(by_path, "modules")
     saved_paths = tuple(saved_modules(model, saved))
@@ -116,12 +116,12 @@ def modules(model: Functional, targets: Names, exclude: Names, saved: Names) -> 
 
     if isinstance(targets, str) and targets.lower() == ALL:
         output = _output(model.module)
-        linear = [path for path, m in by_path.items() if m is not output and kind_of(m) in ("linear", "conv1d")]
+        linear = [path for path, m in by_path.items() if m is not output and layer_kind(m) in ("linear", "conv1d")]
         chosen = [path for path in linear if not left_out(path)]
         but = " but those that are left out" if excluded or saved_paths else ""
         reason = f"{type(model.module).__name__} has no linear layers{but}"
     else:
-        target_names = named(targets, "targets")
+        target_names = selector_of(targets, "targets")
         target_names.check(by_path, "modules", some=True)
         chosen = [path for path in by_path if target_names.matching(path) and not left_out(path)]
         excluded_all = f"all that match {targets!r} are excluded, or trained themselves"
@@ -132,7 +132,7 @@ def modules(model: Functional, targets: Names, exclude: Names, saved: Names) -> 
     kinds: dict[str, Kind] = {}
     for path in chosen:
         m = by_path[path]
-        kind = kind_of(m)
+        kind = layer_kind(m)
         if kind is None or m._parameters.get("weight") is None:
             raise ValueError(
                 f"lora: targets: {path} is a {type(m).__name__}{'' if kind is None else ' that computes its weight'}; "
@@ -164,7 +164,7 @@ def parameters(model: Functional, ends: Selector, adapted: Iterable[str], saved:
         for name, p in m.named_parameters(recurse=False):
             if not ends.matching(full := joined(path, name)):
                 continue
-            kinds[full] = kind = kind_of(m, name) or "parameter"
+            kinds[full] = kind = layer_kind(m, name) or "parameter"
             if wrong := _unfit(path, kind, p.shape, adapted_paths, saved_paths):
                 raise ValueError(f"lora: {PARAMETERS}: {full} {wrong}")
     refuse_several_homes(model, {path.rpartition(".")[0] for path in kinds})
@@ -262,7 +262,7 @@ def saved_modules(model: Functional, saved: Names) -> list[str]:
     if not saved:
         return []
     by_path = {path: m for path, m in model.module.named_modules() if path}
-    selector = named(saved, SAVED)
+    selector = selector_of(saved, SAVED)
     selector.check(by_path, "modules")
     paths = [path for path in by_path if selector.matching(path)]
     for path in paths:

@@ -21,7 +21,7 @@ from shardfn import callers
 from shardfn.compat import devices
 from shardfn.mesh import waiting
 from shardfn.mesh.grid import ALONE, Axis, AxisName, Grid, as_names, show
-from shardfn.mesh.groups import connected, group_over, world_of_thread
+from shardfn.mesh.groups import connected_group, group_over, world_of_thread
 from shardfn.mesh.lanes import lane
 from shardfn.quoting import short
 
@@ -182,4 +182,4 @@ def _group_name(mesh: DeviceMesh, names: tuple[str, ...], ranks: list[int]) -> s
     # The mesh has a group for each axis; lanes have groups of their own, and the group of all ranks is the world's.
     reusable = len(names) == 1 and ranks == sorted(ranks) and ranks != list(range(dist.get_world_size())) and not lane()
     group = mesh.get_group(names[0]) if reusable else group_over(ranks)
-    return connected(group, device_of(mesh)).group_name
+    return connected_group(group, device_of(mesh)).group_name

@@ -84,7 +84,7 @@ def body() -> Iterator[None]:
                 _left[group] = _numbers.get(group, 0), f"has {outcome} the call at {open_body.where}", own_error
 
 
-def place(group: str, text: str) -> ReachedComparison:
+def numbered_place(group: str, text: str) -> ReachedComparison:
     """Numbers the next comparison in a group."""
     number = _numbers[group] = _numbers.get(group, 0) + 1
     open_body = _bodies.get(get_ident())
@@ -102,7 +102,7 @@ def mark_common_error() -> None:
         open_body.alike = True
 
 
-def outside(operation: str, group: str) -> ReachedComparison:
+def unnumbered(operation: str, group: str) -> ReachedComparison:
     """Returns an unnumbered place for a comparison of something other than the next collective."""
     return ReachedComparison(f"{operation}, called at {callers.caller()}{failure(group)}", group, 0, 0, "")
 

@@ -163,7 +163,7 @@ def ranks_named(ranks: Sequence[int]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
-def advised(message: str) -> str:
+def with_advice(message: str) -> str:
     """Appends advice to a message about a wait."""
     if " has failed: " in message:
         return f"{message}. Look at the output of that rank first"

@@ -61,7 +61,7 @@ def world_of_thread() -> ProcessWorld:
                     _worlds.clear()  # a world that has ended is never used again
                 world = _worlds[id(group)] = ProcessWorld(group)
                 if group is not None:
-                    watchdog.joined()
+                    watchdog.watch_world()
     return world
 
 
@@ -92,7 +92,7 @@ def group_over(ranks: list[int], use: str = "", backend: str | None = None) -> d
     return _once(key, ranks, use or "axes", lambda: process_groups.new_group(ranks, repr(key), backend))
 
 
-def connected(group: dist.ProcessGroup, device: torch.device, pairs: bool = False) -> dist.ProcessGroup:
+def connected_group(group: dist.ProcessGroup, device: torch.device, pairs: bool = False) -> dist.ProcessGroup:
     """Returns the group, once its ranks are connected for tensors on their devices; its members take part together.
 
     NCCL connects ranks in their first collective, which cannot be interrupted while it connects: if a rank ran out of

@@ -56,8 +56,8 @@ def detect_launcher(environ: Environ, pid: int) -> Start | None:
             and each would form a world of its own.
     """
     task = scheduled(environ, pid)
-    rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE", minimum=1)
-    local, local_size = _number(environ, "LOCAL_RANK"), _number(environ, "LOCAL_WORLD_SIZE", minimum=1)
+    rank, size = _int_variable(environ, "RANK"), _int_variable(environ, "WORLD_SIZE", minimum=1)
+    local, local_size = _int_variable(environ, "LOCAL_RANK"), _int_variable(environ, "LOCAL_WORLD_SIZE", minimum=1)
     _below("RANK", rank, "WORLD_SIZE", size)
     _below("LOCAL_RANK", local, "LOCAL_WORLD_SIZE", local_size)
     if local_size is not None and size is not None and local_size > size:
@@ -92,7 +92,7 @@ def scheduled(environ: Environ, pid: int) -> Start | None:
     step, mpi = _of_srun(environ, pid), _of_mpirun(environ)
     if step is None or mpi is None:
         return mpi or step
-    if step.size > 1 and mpi.size == _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE"):
+    if step.size > 1 and mpi.size == _int_variable(environ, "OMPI_COMM_WORLD_LOCAL_SIZE"):
         raise ValueError(
             f"make_mesh: srun has started {step.size} tasks (SLURM_NTASKS), and mpirun in this one a world of "
             f"{mpi.size} (OMPI_COMM_WORLD_SIZE): call mpirun once, without srun, or srun without mpirun"
@@ -102,19 +102,19 @@ def scheduled(environ: Environ, pid: int) -> Start | None:
 
 def said_by_job(environ: Environ) -> int:
     """Returns the number of tasks of a SLURM job whose script or shell runs this process without srun; else 1."""
-    if not environ.get("SLURM_JOB_ID") or _step(environ) is not None or environ.get("OMPI_COMM_WORLD_SIZE"):
+    if not environ.get("SLURM_JOB_ID") or _srun_step(environ) is not None or environ.get("OMPI_COMM_WORLD_SIZE"):
         return 1
-    return _number(environ, "SLURM_NTASKS", minimum=1) or 1
+    return _int_variable(environ, "SLURM_NTASKS", minimum=1) or 1
 
 
 def _of_srun(environ: Environ, pid: int) -> Start | None:
-    step = _step(environ)
+    step = _srun_step(environ)
     if step is None:
         return None
     names = "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"
     rank, size = _needed(environ, names[0], "srun"), _needed(environ, names[1], "srun", minimum=1)
     _below(names[0], rank, names[1], size)
-    tasks = _number(environ, "SLURM_STEP_NUM_TASKS", minimum=1)
+    tasks = _int_variable(environ, "SLURM_STEP_NUM_TASKS", minimum=1)
     if tasks is not None and tasks != size:
         raise ValueError(
             f"make_mesh: SLURM_NTASKS={size}, but this srun has started SLURM_STEP_NUM_TASKS={tasks}: do not set "
@@ -129,16 +129,16 @@ def _of_srun(environ: Environ, pid: int) -> Start | None:
     job = _needed(environ, "SLURM_JOB_ID", "srun")
     nodelist = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
     host = _first(nodelist) if nodelist else ""
-    if _number(environ, "SLURM_STEP_NUM_NODES", minimum=1) == 1:
+    if _int_variable(environ, "SLURM_STEP_NUM_NODES", minimum=1) == 1:
         host = "127.0.0.1"
     # Jobs, and steps of one job, that share a node need different ports.
     port = FIRST_PORT + (31 * job + step) % PORTS
-    return Start("srun", rank, size, _number(environ, names[2]), host, port, names)
+    return Start("srun", rank, size, _int_variable(environ, names[2]), host, port, names)
 
 
-def _step(environ: Environ) -> int | None:
+def _srun_step(environ: Environ) -> int | None:
     """Returns the job step's id if srun started this process; None in a shell or a batch script."""
-    step = _number(environ, "SLURM_STEP_ID")
+    step = _int_variable(environ, "SLURM_STEP_ID")
     return None if step is None or step >= SPECIAL_STEPS else step
 
 
@@ -151,7 +151,7 @@ def _of_mpirun(environ: Environ) -> Start | None:
         if not environ.get(names[2]):  # srun may set PMI_RANK and PMI_SIZE, too
             return None
     rank, size = _needed(environ, names[0], "mpirun"), _needed(environ, names[1], "mpirun", minimum=1)
-    local, local_size = _number(environ, names[2]), _number(environ, on_node, minimum=1)
+    local, local_size = _int_variable(environ, names[2]), _int_variable(environ, on_node, minimum=1)
     _below(names[0], rank, names[1], size)
     _below(names[2], local, on_node, local_size)
     job, port = environ.get("PMIX_NAMESPACE") or environ.get("SLURM_JOB_ID"), 29500  # torch's default
@@ -164,7 +164,7 @@ def _one_world(environ: Environ, task: Start, rank: int, size: int, local: int |
     """Raises ValueError if RANK and WORLD_SIZE do not describe a world of all tasks that a scheduler started."""
     launch = f"{task.launcher} has started {task.size} tasks ({task.names[1]})"
     if environ.get("TORCHELASTIC_RUN_ID"):
-        agents = _number(environ, "GROUP_WORLD_SIZE", minimum=1) or 1
+        agents = _int_variable(environ, "GROUP_WORLD_SIZE", minimum=1) or 1
         if agents < task.size:
             raise ValueError(
                 f"make_mesh: {launch}, each of them a torchrun, but this one's world has {agents} of them: say "
@@ -210,7 +210,7 @@ def address(environ: Environ, task: Start | None, launcher: str) -> tuple[str, i
             "srun": "export MASTER_ADDR=HOST before srun",
         }.get(launcher, "start the program by torchrun, which sets it, or export it")
         raise ValueError(f"make_mesh: MASTER_ADDR, the host where rank 0 runs, is not set and not known: {fix}")
-    port = _number(environ, "MASTER_PORT")
+    port = _int_variable(environ, "MASTER_PORT")
     if port is None and task:
         return host, task.port
     if port is None:
@@ -238,7 +238,7 @@ def _first(nodelist: str) -> str:
         raise ValueError(f"make_mesh: in SLURM's list of nodes: {error}; export MASTER_ADDR=HOST before srun") from None
 
 
-def _number(environ: Environ, name: str, minimum: int = 0) -> int | None:
+def _int_variable(environ: Environ, name: str, minimum: int = 0) -> int | None:
     """Returns a variable's value as an int; None if it is unset or empty."""
     text = environ.get(name, "")
     if not text:
@@ -251,7 +251,7 @@ def _number(environ: Environ, name: str, minimum: int = 0) -> int | None:
 
 
 def _needed(environ: Environ, name: str, launcher: str, minimum: int = 0) -> int:
-    value = _number(environ, name, minimum)
+    value = _int_variable(environ, name, minimum)
     if value is None:
         raise ValueError(
             f"make_mesh: {launcher} has started this process, but {name} is not set: do not unset it, as env -i and "

@@ -79,14 +79,14 @@ def own_process() -> str:
     """Returns a name of this process that is unique across hosts and time; empty if the system does not show it."""
     with contextlib.suppress(OSError):
         pid = os.getpid()
-        return f"{_place(pid)} {pid} {_status(pid)[1]}" if _place(pid) else ""
+        return f"{_namespace_id(pid)} {pid} {_status(pid)[1]}" if _namespace_id(pid) else ""
     return ""
 
 
 def has_ended(process: str) -> bool:
     """Whether a process, named by `own_process`, has ended; False on a different host or in a pid namespace."""
     place, pid, began = process.split() if process else ("", "0", "")
-    if not place or place != _place(os.getpid()):
+    if not place or place != _namespace_id(os.getpid()):
         return False
     try:
         os.kill(int(pid), 0)
@@ -99,7 +99,7 @@ def has_ended(process: str) -> bool:
 
 
 @functools.cache
-def _place(pid: int) -> str:
+def _namespace_id(pid: int) -> str:
     """Returns an id of this process's host and pid namespace; empty if /proc does not show its processes."""
     with contextlib.suppress(OSError):
         if os.readlink("/proc/self") == str(pid):

@@ -19,7 +19,7 @@ from shardfn.compat import devices
 from shardfn.local_paths import local_path
 from shardfn.mesh.axes import device_of, grid_of, per_mesh, row
 from shardfn.mesh.grid import Grid, show
-from shardfn.mesh.groups import connected, group_over
+from shardfn.mesh.groups import connected_group, group_over
 from shardfn.mesh.planned import planned
 from shardfn.mesh.start import check_device, claim_device, idle_devices, patience, start_distributed
 from shardfn.quoting import advised, short
@@ -88,7 +88,7 @@ def make_mesh(
     if planned() and device != planned():
         raise ValueError(
             f"make_mesh: device={device!r}, while this process plans for {planned()!r}: leave device= out, or pass the "
-            f"name of what `with plan_mode(...) as device` gives"
+            f"name of what `with plan.mode(...) as device` gives"
         )
     if device == "cuda" and not torch.cuda.is_available():
         raise RuntimeError(
@@ -104,7 +104,7 @@ def make_mesh(
     if world % product or (-1 not in sizes.values() and product != world):
         multiple, fix = ("a multiple of ", "") if -1 in sizes.values() else ("", ", or let one axis be -1")
         start = (
-            f"plan with plan_mode(ranks={product})"
+            f"plan with plan.mode(ranks={product})"
             if planned()
             else f"start it with torchrun --nproc-per-node {product}"
         )
@@ -124,7 +124,7 @@ def make_mesh(
     from torch.distributed.device_mesh import init_device_mesh
 
     whole = init_device_mesh(device, (world,), mesh_dim_names=("world",)).mesh
-    mesh = _mesh(whole.view(tuple(filled.values())), tuple(filled), device)
+    mesh = _device_mesh(whole.view(tuple(filled.values())), tuple(filled), device)
     device_of(mesh)  # cached now: threads that use the mesh may have a different current device
     if scratch is not None:
         folder = os.path.abspath(os.path.expanduser(os.fspath(scratch)))
@@ -132,17 +132,17 @@ def make_mesh(
     return mesh
 
 
-def _mesh(places: torch.Tensor, names: tuple[str, ...], device: str) -> DeviceMesh:
+def _device_mesh(places: torch.Tensor, names: tuple[str, ...], device: str) -> DeviceMesh:
     from torch.distributed.device_mesh import DeviceMesh
 
-    groups = [connected(group_over(row(places, [dim])), devices.current(device)) for dim in range(places.ndim)]
+    groups = [connected_group(group_over(row(places, [dim])), devices.current(device)) for dim in range(places.ndim)]
     return DeviceMesh.from_group(groups, device, places, mesh_dim_names=names)
 
 
 def made_again(grid: Grid, device: str) -> DeviceMesh:
     """Makes a mesh again that was garbage-collected while values are still placed on it."""
     names, lengths = zip(*grid.sizes, strict=True)
-    mesh = _mesh(torch.tensor(grid.ranks, device="cpu").view(lengths), names, device)
+    mesh = _device_mesh(torch.tensor(grid.ranks, device="cpu").view(lengths), names, device)
     grid_of(mesh)
     return mesh
 

@@ -144,7 +144,7 @@ def places_itself(value: Any) -> bool:
     return not isinstance(value, Tensor) and isinstance(getattr(value, "spec", None), P)
 
 
-def check(leaf: Leaf, mesh: DeviceMesh, where: str) -> None:
+def check_spec(leaf: Leaf, mesh: DeviceMesh, where: str) -> None:
     """Raises unless the spec names axes of the mesh and fits the value's dimensions, or equals the value's own spec.
 
     Raises:
@@ -203,7 +203,7 @@ def local_shape(shape: Sequence[int], spec: P, mesh: DeviceMesh, name: str = "va
         if out[dim] % pieces:
             raise ValueError(
                 f"{short(name, 600)} has shape {tuple(shape)}; {short(spec)} cuts dimension {dim} into {pieces} equal "
-                f"pieces ({_product(names, mesh)}), but {out[dim]} does not divide by {pieces}: "
+                f"pieces ({_product_text(names, mesh)}), but {out[dim]} does not divide by {pieces}: "
                 f"pad it to {-(-out[dim] // pieces) * pieces}"
             )
         out[dim] //= pieces
@@ -344,6 +344,6 @@ def _pieces(names: AxisName, mesh: DeviceMesh) -> int:
     return math.prod(lengths[name] for name in names)
 
 
-def _product(names: tuple[str, ...], mesh: DeviceMesh) -> str:
+def _product_text(names: tuple[str, ...], mesh: DeviceMesh) -> str:
     lengths = sizes(mesh)
     return " x ".join(f"{name} {lengths[name]}" for name in names)

@@ -53,7 +53,7 @@ def start_distributed(device: str = "cpu", timeout: timedelta | None = None) -> 
         RuntimeError: some ranks did not come, or their cards contradict each other.
     """
     if not dist.is_initialized():
-        cards = _start(device, timeout)
+        cards = _join_world(device, timeout)
         if cards:
             world_of_thread().agreed[f"cards {device}"] = cards
             _watching_store(cards)
@@ -70,7 +70,7 @@ def start_distributed(device: str = "cpu", timeout: timedelta | None = None) -> 
     return tuple(card.host for card in cards)
 
 
-def _start(device: str, timeout: timedelta | None) -> tuple[Card, ...]:
+def _join_world(device: str, timeout: timedelta | None) -> tuple[Card, ...]:
     """Joins the world that the environment describes; returns the ranks' cards, none for a world of one."""
     global _begun
     try:

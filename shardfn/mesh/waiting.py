@@ -22,7 +22,7 @@ from shardfn import callers
 from shardfn.compat import process_groups
 from shardfn.debugging import debugging
 from shardfn.mesh import comparisons, watchdog
-from shardfn.mesh.deadlock import CALL, SHOWN, State, advised, ranks_named, standing
+from shardfn.mesh.deadlock import CALL, SHOWN, State, ranks_named, standing, with_advice
 from shardfn.mesh.watchdog import arrivals, broken_groups, waits
 
 MOST_KINDS = 4096  # most kinds of waits counted for one group
@@ -102,7 +102,7 @@ class on:
 
     def __str__(self) -> str:
         of = f" of {self.of!r}" if self.of != "" else ""
-        axes = named(self.group)
+        axes = group_axes(self.group)
         return f"{self.what}{of}{f' over {axes}' if axes else ''}"
 
 
@@ -128,7 +128,7 @@ def name_axes(group: str, axes: str) -> None:
     _axes_of[group] = axes
 
 
-def named(group: str) -> str:
+def group_axes(group: str) -> str:
     """Returns the axes by which messages name a group; empty if none were given."""
     return _axes_of.get(group, "")
 
@@ -229,7 +229,7 @@ def _failed(wait: on, error: RuntimeError) -> RuntimeError:
         verdict = verdict or (message if own_wait in hopeless else "")
     watchdog.pass_on([state["vain"] for state in states.values()])
     if verdict:
-        return RuntimeError(advised(verdict))
+        return RuntimeError(with_advice(verdict))
     since = [state["broken"][wait.group] for state in states.values() if wait.group in state["broken"]]
     if since and wait.ranks is None:
         return RuntimeError(watchdog.since_when(wait, broken_groups.setdefault(wait.group, since[0])))
@@ -238,7 +238,7 @@ def _failed(wait: on, error: RuntimeError) -> RuntimeError:
     gone = [] if explained else _gone(peers)
     message = f"rank {own_rank} waited in vain for {watchdog.text_of(wait, get_ident())}"
     if stalled and not gone:
-        return RuntimeError(advised(f"{message}: {standing(stalled, states)}"))
+        return RuntimeError(with_advice(f"{message}: {standing(stalled, states)}"))
     subject = f"{ranks_named(gone)} {'has' if len(gone) == 1 else 'have'}" if gone else "a rank has"
     last = comparisons.last()
     advice = "look first at its output, and at the system's log"

@@ -43,13 +43,13 @@ from shardfn.mesh.deadlock import (
     Thread,
     Vain,
     advice,
-    advised,
     came,
     given_up,
     ranks_named,
     standing,
     waits_by_thread,
     waits_in_vain,
+    with_advice,
 )
 from shardfn.quoting import listed, short
 
@@ -86,7 +86,7 @@ looking: dict[int, Callable[[Any], None]] = {}
 """Callbacks that the watchdog thread runs at every tick with its store client, by the id of their owner."""
 
 
-def joined() -> None:
+def watch_world() -> None:
     """Starts a watcher for the world that this process has joined, if it has several processes."""
     global watcher
     if dist.get_world_size() == 1 or not process_groups.between_processes():
@@ -95,7 +95,7 @@ def joined() -> None:
         atexit.register(_leave)
     else:
         watcher.over = True
-    _clear()
+    _forget_waits()
     watcher = Watcher(dist.get_rank())
     store = process_groups.default_store()
     store.set(_ADDRESSES.format(watcher.rank), json.dumps(liveness.own_addresses()))
@@ -104,7 +104,7 @@ def joined() -> None:
     threading.Thread(target=watcher.run, name="shardfn-waiting", daemon=True).start()
 
 
-def _clear() -> None:
+def _forget_waits() -> None:
     for state in (waits, arrivals, broken_groups):
         state.clear()
     comparisons.clear()
@@ -115,7 +115,7 @@ def _forked() -> None:
     watcher = None
     looking.clear()
     calls.clear()
-    _clear()
+    _forget_waits()
 
 
 os.register_at_fork(after_in_child=_forked)
@@ -425,7 +425,7 @@ class Watcher:
                 for message, *lost in filter(None, [self.vain.get(str(self.rank)), *reports])
                 if [thread, *key] in lost
             ]
-            verdicts = [advised(message) for message in verdicts] + [
+            verdicts = [with_advice(message) for message in verdicts] + [
                 since_when(wait, broken_groups.setdefault(wait.group, state["broken"][wait.group]))
                 for state in states.values()
                 if wait.ranks is None and wait.group in state["broken"]
@@ -473,7 +473,7 @@ class Watcher:
             return
         frames = sys._current_frames()
         for thread, (wait, place, checks) in list(self.given.items()):
-            if waits.get(thread) is not wait or _place(frames.get(thread)) != place:
+            if waits.get(thread) is not wait or _frame_position(frames.get(thread)) != place:
                 del self.given[thread]
             elif checks * _pace()[1] < WAKING:
                 self.given[thread] = wait, place, checks + 1
@@ -547,10 +547,12 @@ class Watcher:
 def _threads_at(wait: on) -> dict[int, tuple[on, Any, int]]:
     """Returns the threads in a wait, for `Watcher.given`."""
     frames = sys._current_frames()
-    return {thread: (wait, _place(frames.get(thread)), 0) for thread, other in list(waits.items()) if other is wait}
+    return {
+        thread: (wait, _frame_position(frames.get(thread)), 0) for thread, other in list(waits.items()) if other is wait
+    }
 
 
-def _place(frame: Any) -> Any:
+def _frame_position(frame: Any) -> Any:
     """Returns a thread's frame and instruction; holding the frame keeps its id from being reused."""
     return frame and (frame, frame.f_lasti)
 

@@ -69,7 +69,7 @@ def adafactor(
     check("adafactor", {"donate": donate})
 
     def make(numbers: dict[str, Any]) -> Optimizer:
-        matrices, vectors = (_optimizer(moments, numbers, donate) for moments in (_Factored(), _Whole()))
+        matrices, vectors = (_adafactor_with(moments, numbers, donate) for moments in (_Factored(), _Whole()))
         return masked(matrices, lambda path, shape: len(shape) > 1, vectors)
 
     return by_numbers("adafactor", make, numbers)
@@ -124,7 +124,7 @@ class _Factored:
         for path in [path for path in state if path in moving]:
             old, weight = state[path], weights.for_path(path)
             weight = weight.to(old.dtype) if isinstance(weight, Tensor) else weight
-            new[path] = old.lerp(sums[path] / _counts(shapes[path], old), weight)
+            new[path] = old.lerp(sums[path] / _mean_counts(shapes[path], old), weight)
         return state | new
 
     def moments_of(self, leaves: Units, state: Any, i: int, minimum: float) -> Tensor:
@@ -141,22 +141,22 @@ class _Powers:
 
     def __init__(self, count: Any, missed: Missed, exponent: float) -> None:
         self.count, self.missed, self.exponent = count, missed, exponent
-        self.usual = _real(count) ** exponent
+        self.usual = _real_count(count) ** exponent
 
     def for_path(self, path: str) -> Any:
         """The power for a parameter."""
         has_missed = path in self.missed
-        return _real(self.count - self.missed.get(path, 0)) ** self.exponent if has_missed else self.usual
+        return _real_count(self.count - self.missed.get(path, 0)) ** self.exponent if has_missed else self.usual
 
     def spans(self, unit: Unit) -> list[tuple[Any, int, int]]:
         """Ranges of a unit with the same power: `(power, start, stop)`."""
         if not self.missed:
             return [(self.usual, 0, unit.values.numel())]
         spans = count_spans(unit, self.count, self.missed)
-        return [(_real(count) ** self.exponent, start, stop) for count, start, stop in spans]
+        return [(_real_count(count) ** self.exponent, start, stop) for count, start, stop in spans]
 
 
-def _optimizer(moments: Any, numbers: dict[str, Any], donate: bool) -> Optimizer:
+def _adafactor_with(moments: Any, numbers: dict[str, Any], donate: bool) -> Optimizer:
     """Adafactor with one of the two ways to keep second moments: `_Whole` or `_Factored`."""
 
     def init(params: Any) -> Any:
@@ -234,12 +234,12 @@ def _length(full_shape: tuple[int, ...]) -> int:
     return math.prod(full_shape[:-1]) + math.prod(full_shape[:-2]) * full_shape[-1]
 
 
-def _real(count: Any) -> Any:
+def _real_count(count: Any) -> Any:
     """A step count for powers, which are float32 if it is a tensor of integers."""
     return count.double() if isinstance(count, Tensor) else count
 
 
-def _counts(full_shape: tuple[int, ...], template: Tensor) -> Tensor:
+def _mean_counts(full_shape: tuple[int, ...], template: Tensor) -> Tensor:
     """The number of elements in each mean: first for each row, then for each column."""
     counts = torch.full_like(template, max(1, full_shape[-2]))
     counts[: math.prod(full_shape[:-1])] = max(1, full_shape[-1])

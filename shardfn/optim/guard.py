@@ -75,7 +75,7 @@ class Guard:
     def keep(self, params: Any) -> None:
         """Remembers which tensor is a parameter, by a weak reference."""
         first: Any = next(optree.tree_iter(params, is_leaf=is_unit), None)
-        values = _values(first)
+        values = _value_of(first)
         if isinstance(values, Tensor) and values.is_meta:  # a placeholder for the parameters already remembered
             return
         self._seen = weakref.ref(values) if isinstance(values, Tensor) else lambda: None
@@ -87,7 +87,7 @@ class Guard:
             ValueError, TypeError: the trees do not belong together.
         """
         leaves, spec = optree.tree_flatten((params, grads, state), is_leaf=is_unit)
-        kinds = [_kind(leaf) for leaf in leaves]
+        kinds = [_fixed_properties(leaf) for leaf in leaves]
         passed = self._passed
         if passed is None or passed[1] != kinds or passed[0] != spec:
             self._refuse(params, grads, state)
@@ -98,7 +98,7 @@ class Guard:
                 kinds,
                 num_params,
                 num_params + num_grads,
-                _places(leaves, num_params, num_params + num_grads),
+                _guarded_places(leaves, num_params, num_params + num_grads),
             )
         self._refuse_swapped(leaves, *passed[2:4], spec)
         return leaves, passed[4]
@@ -110,16 +110,16 @@ class Guard:
         zipped = zip(leaves[:grads_start], leaves[grads_start:state_start], strict=False)
         pairs: list[tuple[Tensor, Tensor, tuple[str, ...] | None]] = []
         for p, g in zipped:
-            if isinstance(_values(p), Tensor) and isinstance(_values(g), Tensor):
-                pairs.append((_values(p), _values(g), tuple(p.layout.placement.axes) if is_unit(p) else None))
+            if isinstance(_value_of(p), Tensor) and isinstance(_value_of(g), Tensor):
+                pairs.append((_value_of(p), _value_of(g), tuple(p.layout.placement.axes) if is_unit(p) else None))
         return pairs
 
     def _refuse_swapped(self, leaves: list[Any], first: int, last: int, spec: Any) -> None:
         """Raises ValueError if the remembered parameter is among the gradients or the state."""
         param = self._seen()
-        if param is None or not leaves or _values(leaves[0]) is param:
+        if param is None or not leaves or _value_of(leaves[0]) is param:
             return
-        tensors = [*map(_values, leaves)]
+        tensors = [*map(_value_of, leaves)]
         if any(x is param for x in tensors[:first]):
             return
         # A state that is like the parameters may come in their place.
@@ -138,10 +138,10 @@ class Guard:
                 step it may be a new state that looks the same.
         """
         param, slot, counts = places
-        p = None if param is None else _values(leaves[param])
+        p = None if param is None else _value_of(leaves[param])
         if p is None or p.is_inference():
             return None
-        s = None if slot is None else weakref.ref(_values(leaves[slot]))
+        s = None if slot is None else weakref.ref(_value_of(leaves[slot]))
         kept_state = state if s is None else None
         use = StateUse(id(state), [leaves[i] for i in counts], weakref.ref(p), s, kept_state, p._version)
         if not use.continues(self._used):
@@ -221,7 +221,7 @@ def guarded(name: str, init: Init, step: Step) -> tuple[Init, Step]:
         use = guard.use(leaves, places, state)
         if (recorder := recording.current()) is not None:
             recorder.used(guard.pairs(leaves))
-            for path, number in _numbers(leaves, state):
+            for path, number in _shared_numbers(leaves, state):
                 if not any(known.endswith(path) for known, _ in recorder.stated):  # by what this is a part of
                     recorder.stated.append((f"the optimizer's {path}", number))
         if guard.away:
@@ -237,7 +237,7 @@ def guarded(name: str, init: Init, step: Step) -> tuple[Init, Step]:
     return first, checked
 
 
-def _numbers(params: list[Any], state: Any) -> list[tuple[str, float]]:
+def _shared_numbers(params: list[Any], state: Any) -> list[tuple[str, float]]:
     """The numbers of a state, which must be equal on all ranks that train the same stages."""
     if any(is_unit(x) and x.layout.placement.only_at_axes for x in params):
         return []
@@ -266,9 +266,9 @@ def guarded_update(init: Init, update: Callable[..., tuple[Any, Any]]) -> tuple[
     return first, checked
 
 
-def _places(leaves: list[Any], grads_start: int, state_start: int) -> Places:
+def _guarded_places(leaves: list[Any], grads_start: int, state_start: int) -> Places:
     """Places of the first trained parameter, of the first non-0-d tensor of the state, and of the ints of the state."""
-    values = [*map(_values, leaves)]
+    values = [*map(_value_of, leaves)]
     trained = (
         i
         for i, leaf in enumerate(leaves[:grads_start])
@@ -279,11 +279,11 @@ def _places(leaves: list[Any], grads_start: int, state_start: int) -> Places:
     return next(trained, None), next(slots, None), [i for i in state if type(leaves[i]) is int]
 
 
-def _values(leaf: Any) -> Any:
+def _value_of(leaf: Any) -> Any:
     return leaf.values if is_unit(leaf) else leaf
 
 
-def _kind(leaf: Any) -> Any:
+def _fixed_properties(leaf: Any) -> Any:
     """Returns the properties of a leaf that must not change for it to pass unchecked."""
     if type(leaf) is FlatShard:
         return leaf.layout, leaf.values is None or leaf.values.shape
@@ -324,12 +324,12 @@ def _unit_differs(name: str, p: Any, g: Any) -> str:
     if not is_unit(g):
         if _has_units(g):
             return (
-                f"these parameters are only a part of what there are gradients of: at {name} there is {_shown(p)}, "
-                f"and {_shown(g)} of {_names(_inside(g) or {})} among the gradients. Pass the parameters whole, or "
+                f"these parameters are only a part of what there are gradients of: at {name} there is {_label(p)}, "
+                f"and {_label(g)} of {_keys_of(_branches(g) or {})} among the gradients. Pass the parameters whole, or "
                 f"their part of the gradients and a state of their own"
             )
         return "" if g is None else (
-            f"these gradients are whole, the parameters are cut: at {name} there is {_shown(g)} for {_shown(p)}. Take "
+            f"these gradients are whole, the parameters are cut: at {name} there is {_label(g)} for {_label(p)}. Take "
             f"them with respect to the sharded parameters"
         )  # fmt: skip
     if p.values is None and g.values is not None:
@@ -337,19 +337,19 @@ def _unit_differs(name: str, p: Any, g: Any) -> str:
             f"{name} has no values among the parameters, but some among the gradients: are these in each other's place?"
         )
     if p.layout.trainable and not isinstance(p.values, Tensor):
-        return f"{name}: the parameters are {_shown(p.values)}, not a tensor"
+        return f"{name}: the parameters are {_label(p.values)}, not a tensor"
     if not belongs(g, p):
         return f"{name}: the gradient is of other parameters: of {g.layout}, and the parameter is {p.layout}"
     if not p.layout.trainable or g.values is None:
         return ""
     local_numel = p.stop - p.start if type(p) is Piece else p.layout.num_elements_on(process_groups.global_rank())
     if tuple(p.values.shape) != (local_numel,):
-        return f"{name}: the parameters are {_shown(p.values)}, but the layout {p.layout} says ({local_numel},)"
+        return f"{name}: the parameters are {_label(p.values)}, but the layout {p.layout} says ({local_numel},)"
     offloaded = p.layout.placement.tiers != NOWHERE
     if isinstance(g.values, Tensor) and (message := _place_differs(name, p.values, g.values, offloaded)):
         return message
     if not isinstance(g.values, Tensor) or (g.layout == p.layout and g.values.shape != p.values.shape):
-        return f"{name}: the gradient is {_shown(g.values)}, the parameter {_shown(p.values)}"
+        return f"{name}: the gradient is {_label(g.values)}, the parameter {_label(p.values)}"
     return ""
 
 
@@ -397,13 +397,13 @@ def _whole_or_cut(name: str, p: Any, g: Any) -> str:
     """The message for a flat shard where the other tree has another structure or a plain tensor."""
     if is_unit(g) and _has_units(p):
         return (
-            f"these gradients are only a part of what there are parameters of: at {name} there is {_shown(g)} for "
-            f"{_shown(p)} of {_names(_inside(p) or {})}. Pass the whole tree that grad returns; None "
+            f"these gradients are only a part of what there are parameters of: at {name} there is {_label(g)} for "
+            f"{_label(p)} of {_keys_of(_branches(p) or {})}. Pass the whole tree that grad returns; None "
             f"stands for what has no gradient"
         )
     if is_unit(g):
-        return f"these gradients are cut, the parameters are whole: at {name} there is {_shown(g)} for {_shown(p)}"
-    return f"the gradients' structure is not the parameters': at {name} there is {_shown(g)} for {_shown(p)}"
+        return f"these gradients are cut, the parameters are whole: at {name} there is {_label(g)} for {_label(p)}"
+    return f"the gradients' structure is not the parameters': at {name} there is {_label(g)} for {_label(p)}"
 
 
 def _has_units(node: Any) -> bool:
@@ -425,7 +425,7 @@ def state_differs(want: Any, state: Any) -> Exception | None:
     for path, w, s in _side_by_side(want, state):
         name = path or "the state"
         if is_unit(w) and is_unit(s) and not (belongs(s, w) and s.layout == w.layout):
-            message = other_parameters(s.layout, w.layout) or _differ(s.layout, w.layout)
+            message = other_parameters(s.layout, w.layout) or _difference_text(s.layout, w.layout)
             return ValueError(f"this state is of other parameters: {name} {message}")
         if is_unit(w) and is_unit(s):
             w, s = w.values, s.values
@@ -438,7 +438,7 @@ def state_differs(want: Any, state: Any) -> Exception | None:
             inside = _has_units(w) and _has_units(s)
             reason = "one is a part of the other's tree" if inside else "one is whole, and the other is cut"
             return ValueError(
-                f"this state is of other parameters: {name} is {_shown(s)}, where init(params) has {_shown(w)}: "
+                f"this state is of other parameters: {name} is {_label(s)}, where init(params) has {_label(w)}: "
                 f"{reason}"
             )
         if not _interchangeable(w, s):
@@ -452,10 +452,10 @@ def other_parameters(layout: Layout, expected: Layout | None) -> str:
     if layout is expected or layout == expected or expected is None:
         return ""
     pairs = zip(layout.entries, expected.entries, strict=False)
-    return _differ(*next(((a.path, b.path) for a, b in pairs if a.path != b.path), (layout, expected)))
+    return _difference_text(*next(((a.path, b.path) for a, b in pairs if a.path != b.path), (layout, expected)))
 
 
-def _differ(actual: Any, expected: Any) -> str:
+def _difference_text(actual: Any, expected: Any) -> str:
     advice = "make one by init(params), or load it from a checkpoint like that one"
     return f"is of {actual}, and the parameter is {expected}: {advice}"
 
@@ -468,7 +468,7 @@ def _interchangeable(w: Any, s: Any) -> bool:
         return isinstance(s, Tensor)
     if w is None or s is None:
         return w is s
-    return not _inside(w) and not _inside(s)
+    return not _branches(w) and not _branches(s)
 
 
 # --- two trees, side by side ---
@@ -484,13 +484,13 @@ def _side_by_side(first: Any, second: Any) -> Iterable[tuple[str, Any, Any]]:
 
 def _descended(first: Any, second: Any, path: tuple[str, ...]) -> Iterator[tuple[Any, ...]]:
     """As `_side_by_side`, for trees of different structure."""
-    first_children = None if is_unit(first) else _inside(first)
+    first_children = None if is_unit(first) else _branches(first)
     if first_children is None:
         yield path, first, second
         return
     if first_children == {} and isinstance(first, dict) and isinstance(second, dict) and path:
         return  # steps fill this dict, such as the state of torch's optimizers
-    second_children = None if is_unit(second) else _inside(second)
+    second_children = None if is_unit(second) else _branches(second)
     if second_children is None or type(first) is not type(second) or first_children.keys() != second_children.keys():
         yield path, first, second
         return
@@ -498,7 +498,7 @@ def _descended(first: Any, second: Any, path: tuple[str, ...]) -> Iterator[tuple
         yield from _descended(child, second_children[name], (*path, name))
 
 
-def _inside(node: Any) -> dict[str, Any] | None:
+def _branches(node: Any) -> dict[str, Any] | None:
     """A node's children by name; None for a leaf."""
     if node is None or optree.tree_is_leaf(node):
         return None
@@ -508,7 +508,7 @@ def _inside(node: Any) -> dict[str, Any] | None:
 
 def _structures(name: str, first: Any, second: Any, a: str = "the parameters", b: str = "the gradients") -> str:
     """Describes how two nodes at the same place differ; `a` and `b` are what to call them."""
-    first_children, second_children = _inside(first), _inside(second)
+    first_children, second_children = _branches(first), _branches(second)
     place = f" at {name}" if name and name != "the state" else ""
     same_type = (
         first_children is not None
@@ -517,16 +517,18 @@ def _structures(name: str, first: Any, second: Any, a: str = "the parameters", b
         and not is_unit(first)
     )
     shown = (
-        (_names(second_children or {}), _names(first_children or {})) if same_type else (_shown(second), _shown(first))
+        (_keys_of(second_children or {}), _keys_of(first_children or {}))
+        if same_type
+        else (_label(second), _label(first))
     )
     return f"{b} {'have' if b.endswith('s') else 'has'} {shown[0]}{place}, {a} {shown[1]}"
 
 
-def _names(children: dict[str, Any]) -> str:
+def _keys_of(children: dict[str, Any]) -> str:
     return f"[{listed(children, 6)}]"
 
 
-def _shown(value: Any) -> str:
+def _label(value: Any) -> str:
     if is_flat(value) or type(value) is Piece:
         return f"a flat shard of {value.layout.stage or 'the tree'}"
     if isinstance(value, Tensor):

@@ -61,7 +61,7 @@ def check(name: str, numbers: dict[str, Any], functions: Container[str] = ("lr",
     for key, value in numbers.items():
         if key in ("nesterov", "graft", "donate"):
             if not isinstance(value, bool):
-                raise TypeError(f"{name}: {key} must be True or False, got {_described(value)}")
+                raise TypeError(f"{name}: {key} must be True or False, got {_typed_text(value)}")
         elif callable(value) and not isinstance(value, (type, nn.Module)) and key in functions:
             if not (is_rule(key, value) or _takes(value, 1)):
                 raise _no_number(f"{name}: ", key, f"a function of {inspect.signature(value)}")
@@ -108,7 +108,7 @@ def in_range(name: str, key: str, value: Any) -> None:
     low, high, ends = DECAYS.get(name, RANGES["eps"]) if key == "decay" else RANGES[key]
     if isinstance(value, bool) or not isinstance(value, Real):
         instead = f". The optimizer gets parameters by {_CALLS}" if key == "lr" and _short(value) == "..." else ""
-        raise TypeError(f"{name}: {key} must be {_allowed(key, low, high, ends)}, got {_described(value)}{instead}")
+        raise TypeError(f"{name}: {key} must be {_allowed(key, low, high, ends)}, got {_typed_text(value)}{instead}")
     x = float(value)
     if not (low <= x <= high) or (x == low and ends[0] == "(") or (x == high and ends[1] == ")"):
         raise ValueError(f"{name}: {key} must be {_allowed(key, low, high, ends)}, got {value!r}")
@@ -117,7 +117,7 @@ def in_range(name: str, key: str, value: Any) -> None:
 def check_integer(name: str, key: str, value: Any, minimum: int) -> None:
     """Raises TypeError for a value that is not an integer, ValueError for one below `minimum`."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: {key} must be an integer of {minimum} or more, got {_described(value)}")
+        raise TypeError(f"{name}: {key} must be an integer of {minimum} or more, got {_typed_text(value)}")
     if value < minimum:
         raise ValueError(f"{name}: {key} must be an integer of {minimum} or more, got {value!r}")
 
@@ -150,7 +150,7 @@ def at_step(key: str, value: Any, step: Any) -> Any:
     """
     if not callable(value):
         return value
-    return RuleAtStep(key, value, step) if is_rule(key, value) else _scheduled(key, value, step)
+    return RuleAtStep(key, value, step) if is_rule(key, value) else _schedule_value(key, value, step)
 
 
 class RuleAtStep:
@@ -179,7 +179,7 @@ class RuleAtStep:
                 _check_rule(path, self.key, value)
             return value
         if id(value) not in self._schedules:
-            self._schedules[id(value)] = value, _scheduled(self.key, value, self.step)
+            self._schedules[id(value)] = value, _schedule_value(self.key, value, self.step)
         number = self._schedules[id(value)][1]
         if isinstance(number, Tensor) and number.requires_grad:
             raise TypeError(
@@ -189,7 +189,7 @@ class RuleAtStep:
         return number
 
 
-def _scheduled(key: str, schedule: Schedule, step: Any) -> Any:
+def _schedule_value(key: str, schedule: Schedule, step: Any) -> Any:
     try:
         number = schedule(step.double() if isinstance(step, Tensor) else step)
     except (TypeError, AttributeError) as error:
@@ -231,7 +231,7 @@ def kind(value: Any) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
-def _described(value: Any) -> str:
+def _typed_text(value: Any) -> str:
     """A value with its type; of a long value the type alone."""
     text = _short(value)
     return text if value is None else kind(value) if text == "..." else f"{text}, {kind(value)}"

@@ -16,14 +16,14 @@ SIZE = 2048  # elements of a program that rounds
 
 
 @triton.jit
-def _decode(codes, scales, numbers, offsets, block, inside, some):
+def _decode_block(codes, scales, numbers, offsets, block, inside, some):
     """The numbers of codes times those of their blocks, 0 outside."""
     number = tl.load(numbers + tl.load(codes + offsets, mask=inside, other=0).to(tl.int32))
     return tl.where(inside, number * tl.load(scales + block, mask=some, other=0.0)[:, None], 0.0)
 
 
 @triton.jit
-def _encode(x, codes, scales, bounds, offsets, block, inside, some):
+def _encode_block(x, codes, scales, bounds, offsets, block, inside, some):
     """Writes the largest magnitude of each block, and the codes of the numbers divided by it."""
     top = largest(x)
     scaled = tl.div_rn(x, tl.where(top == 0, 1.0, top)[:, None])
@@ -42,8 +42,8 @@ def _adamw(
     inside, some = offsets < n, block * BLOCK < n
     param = wide(tl.load(p + offsets, mask=inside, other=0.0))
     grad = wide(tl.load(g + offsets, mask=inside, other=0.0))
-    m = _decode(m_codes, m_scales, m_numbers, offsets, block, inside, some)
-    v = _decode(v_codes, v_scales, v_numbers, offsets, block, inside, some)
+    m = _decode_block(m_codes, m_scales, m_numbers, offsets, block, inside, some)
+    v = _decode_block(v_codes, v_scales, v_numbers, offsets, block, inside, some)
     rate = tl.load(lr)
     m = m * b1 + grad * rest1
     v = v * b2 + grad * rest2 * grad
@@ -51,8 +51,8 @@ def _adamw(
     param = param * (1.0 - rate * weight_decay) - tl.div_rn(tl.div_rn(rate, bias1) * m, root)
     tl.store(p + offsets, narrow(param, p.dtype.element_ty), mask=inside)
     if CLOSE:
-        _encode(m, m_codes, m_scales, m_bounds, offsets, block, inside, some)
-        _encode(v, v_codes, v_scales, v_bounds, offsets, block, inside, some)
+        _encode_block(m, m_codes, m_scales, m_bounds, offsets, block, inside, some)
+        _encode_block(v, v_codes, v_scales, v_bounds, offsets, block, inside, some)
     else:
         tl.store(m_out + offsets, m, mask=inside)
         tl.store(v_out + offsets, v, mask=inside)

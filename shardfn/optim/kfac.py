@@ -71,7 +71,7 @@ class Moments(Protocol):
 _ALIKE = "the arguments", "Each rank updates its part of the parameters: pass the same numbers"
 
 
-def _agreed(moments: Any, state: Any, numbers: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _compared_state(moments: Any, state: Any, numbers: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Returns the chosen parameters' state and hyperparameters, after all ranks have compared them.
 
     Raises:
@@ -176,7 +176,7 @@ def kfac(
         return counts | {"numbers": constants(numbers), "momentum": zeros_like(params), "blocks": block_states}
 
     def estimate(moments: Moments, state: Any) -> Any:
-        chosen_state, hparams = _agreed(moments, state, numbers | {"every": every})
+        chosen_state, hparams = _compared_state(moments, state, numbers | {"every": every})
         count, decay = chosen_state["estimates"] + 1, hparams["b2"]
         blocks_of = chosen_state["blocks"] if donate else optree.tree_map(torch.clone, chosen_state["blocks"])
         block_states = tree_on_device(blocks_of)

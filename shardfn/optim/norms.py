@@ -102,13 +102,13 @@ def _refuse_order(name: str, order: float) -> None:
 
 def _norm(leaves: Units, order: float) -> Tensor:
     if order == math.inf:
-        return _largest(leaves)
+        return _largest_magnitude(leaves)
     sums = list(squares(leaves, order).values())
     total = torch.stack(sums).sum() if sums else torch.zeros((), device="cpu")
     return total.sqrt() if order == 2 else total
 
 
-def _largest(leaves: Units) -> Tensor:
+def _largest_magnitude(leaves: Units) -> Tensor:
     """The largest magnitude on all ranks; infinite if a number is not finite."""
     tops: dict[str, Tensor] = {}
     parts: dict[str, Tensor] = {}

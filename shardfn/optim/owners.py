@@ -24,7 +24,7 @@ from torch import Tensor
 
 from shardfn.collectives import functional
 from shardfn.collectives.ledger import record
-from shardfn.collectives.scheduled import Scheduled, run
+from shardfn.collectives.scheduled import Scheduled, run_in_graph
 from shardfn.compat import dispatch, process_groups
 from shardfn.mesh.axes import axis_of
 from shardfn.mesh.grid import Grid
@@ -78,8 +78,8 @@ def on_owner(
         for block in blocks(unit, max_size):
             groups.setdefault((*block.sharing_axes, dtype or x.dtype, x.device), []).append((block, owner[block]))
     for (grid, axes, kind, device), members in groups.items():
-        peers, local_pairs = _peers(grid, axes), [local.get(block.path) for block, _ in members]
-        plan = planned(tuple(members), peers.ranks, peers.rank)
+        peers, local_pairs = _sharing_ranks(grid, axes), [local.get(block.path) for block, _ in members]
+        plan = exchange_plan(tuple(members), peers.ranks, peers.rank)
         _moved_and_back(plan, peers, local_pairs, torch.empty(0, dtype=kind, device=device), fn)
     return [result for result in results if result is not None]
 
@@ -240,17 +240,19 @@ def _listed(
     layout: Layout, entries: tuple[int, ...], paths: tuple[str, ...], max_size: int | None = None
 ) -> tuple[OwnedBlock, ...]:
     rows = [(path, layout.whole_shape(entry), entry) for entry, path in zip(entries, paths, strict=True)]
-    return tuple([OwnedBlock(path, shape, box, layout, n) for path, shape, n in rows for box in _cut(shape, max_size)])
+    return tuple(
+        [OwnedBlock(path, shape, box, layout, n) for path, shape, n in rows for box in _split_boxes(shape, max_size)]
+    )
 
 
 def blocks(unit: Unit, max_size: int | None = None) -> tuple[OwnedBlock, ...]:
     """The nonempty parameters of a unit, split into blocks of at most `max_size` along each dimension."""
     if unit.layout is None:
-        return tuple([OwnedBlock(s.path, s.whole, box) for s in unit.filled for box in _cut(s.whole, max_size)])
+        return tuple([OwnedBlock(s.path, s.whole, box) for s in unit.filled for box in _split_boxes(s.whole, max_size)])
     return _listed(unit.layout, unit.entries, tuple(map(unit.path, unit.entries)), max_size)
 
 
-def _cut(shape: Ints, max_size: int | None) -> list[Box]:
+def _split_boxes(shape: Ints, max_size: int | None) -> list[Box]:
     """The boxes into which a tensor is split; none if it is empty and so needs no work."""
     if not math.prod(shape):
         return []
@@ -271,7 +273,7 @@ def owners(units: Sequence[Unit], cost: Cost, max_size: int | None = None) -> di
             groups.setdefault(block.sharing_axes, []).append(block)
     owner_of: dict[OwnedBlock, int] = {}
     for (grid, axes), members in groups.items():
-        ranks = _peers(grid, axes).ranks
+        ranks = _sharing_ranks(grid, axes).ranks
         owner_of |= zip(members, [ranks[i] for i in _assigned(tuple(members), len(ranks), cost)], strict=True)
     return owner_of
 
@@ -335,7 +337,7 @@ def handed(pairs: Sequence[tuple[Any, Any]]) -> list[Tensor | None]:
             axes = target.layout.placement.only_at_axes
             groups.setdefault((target.layout.grid, axes, moment.values.dtype, moment.values.device), []).append(index)
     for (grid, axes, dtype, device), members in groups.items():
-        peers = _peers(grid, axes)
+        peers = _sharing_ranks(grid, axes)
         routes = {n: tuple([_holder_rank(peers, grid, side.layout) for side in pairs[n]]) for n in members}
         outgoing = [[as_owner(pairs[n][0]) for n in members if routes[n] == (peers.rank, to)] for to in peers.ranks]
         if peers.group is None:
@@ -398,7 +400,7 @@ class OwnersPlan:
 
 
 @functools.lru_cache(maxsize=256)
-def planned(owned: tuple[tuple[OwnedBlock, int], ...], peers: tuple[int, ...], rank: int) -> OwnersPlan:
+def exchange_plan(owned: tuple[tuple[OwnedBlock, int], ...], peers: tuple[int, ...], rank: int) -> OwnersPlan:
     """The plan for blocks on the same axes and their owners, as `rank` sees it."""
 
     def shares(holder: int, owner: int, same_copy: bool) -> tuple[Share, ...]:
@@ -476,7 +478,7 @@ class _SharingRanks:
     rank: int
 
 
-def _peers(grid: Grid | None, axes: tuple[str, ...]) -> _SharingRanks:
+def _sharing_ranks(grid: Grid | None, axes: tuple[str, ...]) -> _SharingRanks:
     rank = process_groups.global_rank()
     if grid is None or not axes:
         return _SharingRanks((), "", None, (rank,), rank)
@@ -525,7 +527,7 @@ def _exchanged(
     expected = [sum(part.common.numel for _, part in shares) for shares in incoming]
     flat = torch.cat([template, *(x.reshape(-1) for to in outgoing for x in to)])
     exchange = _ElementExchange(sizes, expected, peers)
-    (received,) = run(exchange, [flat]) if dispatch.in_graph() else exchange.finish(exchange.start([flat]))
+    (received,) = run_in_graph(exchange, [flat]) if dispatch.in_graph() else exchange.finish(exchange.start([flat]))
     parts = [share for shares in incoming for share in shares]
     pieces = received.split([part.common.numel for _, part in parts])
     return [(n, part, x.view(part.common.sizes)) for (n, part), x in zip(parts, pieces, strict=True)]

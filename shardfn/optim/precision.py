@@ -54,7 +54,7 @@ def fp32_master_weights(optimizer: Optimizer, *, donate: bool = True) -> Optimiz
         leaves = units(params)
         refuse_complex(leaves, "fp32_master_weights")
         make = (lambda unit: copied(unit, wide(unit.values))) if donate else _widened
-        copies = [make(unit) if _narrow(unit) else None for unit in leaves.each]
+        copies = [make(unit) if _is_narrow(unit) else None for unit in leaves.each]
         return {"optimizer": optimizer.init(_with(leaves, copies)), "master": leaves.with_values(copies)}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
@@ -64,8 +64,8 @@ def fp32_master_weights(optimizer: Optimizer, *, donate: bool = True) -> Optimiz
         copies = leaves.values_in(state["master"])
         new_params, inner = optimizer.step(_with(leaves, copies), grads, state["optimizer"])
         new = leaves.values_in(new_params)
-        masters = [x if _narrow(unit) else None for x, unit in zip(new, leaves.each, strict=True)]
-        rounded = (x.to(unit.values.dtype) if _narrow(unit) else x for x, unit in zip(new, leaves.each, strict=True))
+        masters = [x if _is_narrow(unit) else None for x, unit in zip(new, leaves.each, strict=True)]
+        rounded = (x.to(unit.values.dtype) if _is_narrow(unit) else x for x, unit in zip(new, leaves.each, strict=True))
         return _tree_with_values(leaves, rounded, params, donate), {
             "optimizer": inner,
             "master": leaves.with_values(masters),
@@ -110,25 +110,25 @@ def stochastic_rounding(optimizer: Optimizer, *, seed: int = 0, donate: bool = T
         leaves = units(params)
         refuse_complex(leaves, "stochastic_rounding")
         for unit in leaves.each:
-            if _narrow(unit) and unit.values.dtype != torch.bfloat16:
+            if _is_narrow(unit) and unit.values.dtype != torch.bfloat16:
                 raise TypeError(
                     f"stochastic_rounding: {unit.name} is {unit.values.dtype}, and only bfloat16 is rounded at random: "
                     f"use fp32_master_weights(optimizer), or other parameters"
                 )
-        copies = [copied(unit, wide(unit.values)) if _narrow(unit) else None for unit in leaves.each]
+        copies = [copied(unit, wide(unit.values)) if _is_narrow(unit) else None for unit in leaves.each]
         return {"optimizer": optimizer.init(_with(leaves, copies)), "step": 0, "seed": first}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         count, leaves = state["step"] + 1, units(params)
         if donate:
             refuse_overwriting("stochastic_rounding", params, grads, state)
-        copies = [_widened(unit) if _narrow(unit) else None for unit in leaves.each]
+        copies = [_widened(unit) if _is_narrow(unit) else None for unit in leaves.each]
         copies = [x.detach() if donate and x is not None else x for x in copies]
         new_params, inner = optimizer.step(_with(leaves, copies), grads, state["optimizer"])
         salt = state["seed"], count, "parameters"
         new = leaves.values_in(new_params)
         round_unit = _rounded_into if donate else _rounded
-        new = [round_unit(unit, x, salt) if _narrow(unit) else x for unit, x in zip(leaves.each, new, strict=True)]
+        new = [round_unit(unit, x, salt) if _is_narrow(unit) else x for unit, x in zip(leaves.each, new, strict=True)]
         state = {"optimizer": inner, "step": count, "seed": state["seed"]}
         return _tree_with_values(leaves, new, params, donate), state
 
@@ -207,7 +207,7 @@ def dynamic_loss_scale(
     return Optimizer(init, step)
 
 
-def _narrow(unit: Unit) -> bool:
+def _is_narrow(unit: Unit) -> bool:
     return unit.trainable and unit.values.dtype.itemsize < wide(unit.values).itemsize
 
 

@@ -44,7 +44,7 @@ def closed(
     first = numbers[0]
     kernel_name = f"shardfn's kernel to round {first.dtype} at random"
     runs = first.dtype in DTYPES and fits(*numbers)
-    if runs and trusted(kernel_name, first.device, lambda: _check(first.dtype, first.device)):
+    if runs and trusted(kernel_name, first.device, lambda: _kernel_difference(first.dtype, first.device)):
         return [_by_kernel(unit, start, stop, x, i, salt) for i, x in enumerate(numbers)]
     draws = random_bits(unit, start, stop, len(numbers), salt)
     return [refusing(x, rounded(x.detach(), dtype, draw)) for x, draw in zip(numbers, draws, strict=True)]
@@ -138,7 +138,7 @@ def _by_kernel(unit: Unit, start: int, stop: int, x: Tensor, index: int, salt: t
     return refusing(x, out)
 
 
-def _check(dtype: torch.dtype, device: torch.device) -> str:
+def _kernel_difference(dtype: torch.dtype, device: torch.device) -> str:
     """Describes a difference of the kernel from its eager twin, for any bits; empty if none."""
     draw, n = torch.Generator().manual_seed(0), 5000
     bits = torch.randint(-(2**31), 2**31, (n,), generator=draw, dtype=torch.int64, device="cpu")

@@ -100,13 +100,13 @@ def shampoo(
             factor.lerp_(_gram(g, i), 1 - n["b2"])
             if (t - 1) % every == 0:
                 root.copy_(inverse_power(factor / (1 - n["b2"] ** t), exponent or 1 / (2 * g.ndim), n["ridge"]))
-        update = _turned(mean, block_state["bases"], 0)
+        update = _contracted(mean, block_state["bases"], 0)
         if not graft:
             return update
         adams = (mean / (square.sqrt() + n["eps"])).norm()
         return update * (adams / update.norm().clamp(min=torch.finfo(update.dtype).tiny))
 
-    return _optimizer("shampoo", direction, numbers, every, block, donate)
+    return _directed_optimizer("shampoo", direction, numbers, every, block, donate)
 
 
 @made_of_numbers
@@ -176,14 +176,14 @@ def kl_shampoo(
                 factor.zero_().fill_diagonal_(n["initial"])
                 root.zero_().fill_diagonal_(n["initial"] ** -0.5)
         for i, factor in enumerate(factors):
-            whitened = _turned(g, [root if j != i else None for j, root in enumerate(roots)], 0)
+            whitened = _contracted(g, [root if j != i else None for j, root in enumerate(roots)], 0)
             factor.lerp_(_gram(whitened, i) * (len(factor) / g.numel()), 1 - n["b2"])
         if (t - 1) % every == 0:
             for factor, root in zip(factors, roots, strict=True):
                 root.copy_(inverse_power(factor, 0.5, n["ridge"]))
-        return _turned(block_state["mean"].lerp_(g, 1 - n["b1"]) / (1 - n["b1"] ** t), roots, 0)
+        return _contracted(block_state["mean"].lerp_(g, 1 - n["b1"]) / (1 - n["b1"] ** t), roots, 0)
 
-    return _optimizer("kl_shampoo", direction, numbers, every, block, donate, squares=False)
+    return _directed_optimizer("kl_shampoo", direction, numbers, every, block, donate, squares=False)
 
 
 @made_of_numbers
@@ -236,8 +236,8 @@ def soap(
     def direction(g: Tensor, block_state: dict[str, Any], t: int, n: dict[str, float]) -> Tensor:
         bases, factors, update = block_state["bases"], block_state["factors"], torch.zeros_like(g)
         if t > 1:
-            mean, square = _moments(block_state, g, _turned(g, bases, 0), t - 1, n)
-            update = _turned(_turned(mean, bases, 0) / (square.sqrt() + n["eps"]), bases, 1)
+            mean, square = _moments(block_state, g, _contracted(g, bases, 0), t - 1, n)
+            update = _contracted(_contracted(mean, bases, 0) / (square.sqrt() + n["eps"]), bases, 1)
         for i, (factor, basis) in enumerate(zip(factors, bases, strict=True)):
             factor.lerp_(_gram(g, i), 1 - n["b2"])
             if t == 1:
@@ -246,13 +246,13 @@ def soap(
             _iterate(factors, bases, block_state["square"])
         return update
 
-    return _optimizer("soap", direction, numbers, every, block, donate, rests=1)
+    return _directed_optimizer("soap", direction, numbers, every, block, donate, rests=1)
 
 
 # --- one step, of any direction ---
 
 
-def _optimizer(
+def _directed_optimizer(
     name: str,
     direction: Direction,
     numbers: dict[str, Any],
@@ -360,7 +360,7 @@ def _gram(g: Tensor, i: int) -> Tensor:
     return rows @ rows.mT
 
 
-def _turned(x: Tensor, matrices: Sequence[Tensor | None], dim: int) -> Tensor:
+def _contracted(x: Tensor, matrices: Sequence[Tensor | None], dim: int) -> Tensor:
     """A tensor whose every dimension is contracted with dimension `dim` of its matrix; or stays, if that is None."""
     for matrix in matrices:  # each puts the first dimension last, so all of them restore the order
         x = x.movedim(0, -1) if matrix is None else torch.tensordot(x, matrix, dims=([0], [dim]))
@@ -394,24 +394,24 @@ def _eigenbasis(factor: Tensor) -> Tensor:
 def _iterate(factors: Sequence[Tensor], bases: Sequence[Tensor], square: Tensor) -> None:
     """A step of power iteration; overwrites bases, and Adam's squares, which it sorts along each dimension.
 
-    A basis begins again where `_followed` leaves rounding alone twice; for that the host waits once, or twice.
+    A basis begins again where `_next_basis` leaves rounding alone twice; for that the host waits once, or twice.
     """
-    followed = [_followed(factor, basis) for factor, basis in zip(factors, bases, strict=True)]
+    followed = [_next_basis(factor, basis) for factor, basis in zip(factors, bases, strict=True)]
     well = torch.stack([sure.all() for *_, sure in followed]).tolist()
     for i, (factor, basis, (new, order, sure)) in enumerate(zip(factors, bases, followed, strict=True)):
         if not well[i]:
-            new, order, sure = _followed(factor, basis, sure)
+            new, order, sure = _next_basis(factor, basis, sure)
         if well[i] or sure.all():
             square.copy_(square.index_select(i, order))
         else:  # squares of what is uncorrelated
             new = _eigenbasis(factor)
             shares = (new.mT @ basis).square()
-            square.copy_(_turned(square, [shares if j == i else None for j in range(square.ndim)], 1))
+            square.copy_(_contracted(square, [shares if j == i else None for j in range(square.ndim)], 1))
         basis.copy_(new)
 
 
 @exact()
-def _followed(factor: Tensor, basis: Tensor, moves: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def _next_basis(factor: Tensor, basis: Tensor, moves: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """The next basis, the old places of its vectors, and which of the old ones lead to more than rounding.
 
     Vectors with eigenvalues that are 0 up to rounding stay, up to orthogonalisation: the product is rounding alone. So

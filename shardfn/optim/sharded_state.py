@@ -19,7 +19,7 @@ from shardfn.check import recording
 from shardfn.collectives import functional
 from shardfn.collectives.into_buffers import Communicator, Handle, all_gather, arrived, communicator_of
 from shardfn.collectives.ledger import attributed_to
-from shardfn.collectives.scheduled import Scheduled, run
+from shardfn.collectives.scheduled import Scheduled, run_in_graph
 from shardfn.compat import dispatch, process_groups
 from shardfn.mesh import waiting
 from shardfn.mesh.scope import mesh_of, scope, scope_of
@@ -32,22 +32,22 @@ from shardfn.tiers.placing import on_mesh_device
 Finer = Callable[[Layout], Layout]
 
 
-def divided(layout: Layout) -> Layout:
+def strategy_layout(layout: Layout) -> Layout:
     """The layout of a parameter's optimizer state by its strategy."""
     return layout.state_layout
 
 
-def divides_init(init: Init, finer: Finer = divided) -> Init:
+def divides_init(init: Init, finer: Finer = strategy_layout) -> Init:
     """`init` on this rank's part of each flat shard that `finer` shards further."""
 
     @functools.wraps(init)
     def wrapped(params: Any) -> Any:
-        return init(_parts(params, finer))
+        return init(_local_parts(params, finer))
 
     return wrapped
 
 
-def divides_step(step: Step, finer: Finer = divided) -> Step:
+def divides_step(step: Step, finer: Finer = strategy_layout) -> Step:
     """`step` on this rank's part of each flat shard that `finer` shards further; gathers new parts."""
 
     @functools.wraps(step)
@@ -55,7 +55,7 @@ def divides_step(step: Step, finer: Finer = divided) -> Step:
         nodes = optree.tree_leaves(params, is_leaf=is_flat)
         if not any(is_flat(node) and finer(node.layout) != node.layout for node in nodes):
             return step(params, grads, state)
-        parts = _parts(params, finer)
+        parts = _local_parts(params, finer)
         before = [_version(node) for node in optree.tree_leaves(parts, is_leaf=is_flat)]
         new_parts, state = step(parts, _gradients(params, grads, finer), state)
         return _gathered(params, parts, before, new_parts, finer), state
@@ -63,7 +63,7 @@ def divides_step(step: Step, finer: Finer = divided) -> Step:
     return wrapped
 
 
-def _parts(params: Any, finer: Finer) -> Any:
+def _local_parts(params: Any, finer: Finer) -> Any:
     return optree.tree_map(
         lambda node: _part(node, finer(node.layout)) if is_flat(node) else node, params, is_leaf=is_flat
     )
@@ -176,7 +176,7 @@ def _gather_updated(
         if layout.grid.size(names) > 1 and layout.lives_on(process_groups.global_rank()):
             communicator = communicator_of(mesh, names)
             if dispatch.in_graph():
-                (gathered,) = run(_GatherUpdated(layout, fine, communicator), [new])
+                (gathered,) = run_in_graph(_GatherUpdated(layout, fine, communicator), [new])
                 return values.copy_(gathered) if donated else gathered
             handle = all_gather(full.view(torch.uint8), communicator, full.dtype)
             handles.append((layout.stage, communicator.gathers.group_name, handle))

@@ -61,7 +61,7 @@ class Coded:
         def zeros(unit: Unit, slot: str) -> Stored:
             # The code of zero.
             zero = 0 if slot in POSITIVE else 127
-            return slot_of(unit, dtype=torch.uint8, fill=zero), slot_of(unit, (blocks.count(unit),), torch.float32)
+            return slot_of(unit, dtype=torch.uint8, fill=zero), slot_of(unit, (blocks.num_blocks(unit),), torch.float32)
 
         stored = {slot: [zeros(u, slot) if u.trainable else None for u in leaves.each] for slot in slots}
         return self.entries(leaves, stored)
@@ -114,7 +114,7 @@ class Coded:
             closed.append([])
             for slot, x, maximum in zip(slots, item.numbers, maxima, strict=True):
                 divisor = torch.where(maximum == 0, 1.0, maximum)
-                scaled = _over(x.detach().float(), divisor, item.part)
+                scaled = _divided_by(x.detach().float(), divisor, item.part)
                 closed[-1].append((_code(slot).encode(scaled), refusing(x, maximum)))
         return closed
 
@@ -140,7 +140,7 @@ def _code(slot: str) -> Code:
     return codes.positive if slot in POSITIVE else codes.dynamic
 
 
-def _over(x: Tensor, divisors: Tensor, part: Runs) -> Tensor:
+def _divided_by(x: Tensor, divisors: Tensor, part: Runs) -> Tensor:
     if len(part) == 1:
         return (x.view(part[0].blocks, -1) / divisors[:, None]).view(-1)
     spread = blocks.spread(divisors, part, x)

@@ -65,7 +65,7 @@ def refuse_elsewhere(name: str, state: Any) -> None:
             raise ValueError(
                 f"{name}: the state of {node.layout.stage or 'the parameters'!r} is in memory, and the strategy keeps "
                 f"it on {'disk' if tier == 'disk' else 'the host' if tier == 'host' else 'the device'}: what maps "
-                f"over a tree makes new tensors. Put it back: state = shardfn.to_tier(state, {tier!r})"
+                f"over a tree makes new tensors. Put it back: state = shardfn.shards.to_tier(state, {tier!r})"
             )
 
 

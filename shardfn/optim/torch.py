@@ -65,7 +65,7 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
         for unit in leaves.each:
             if unit.layout and unit.trainable:
                 _refuse_placed(name, unit, unit.layout, block, draws)
-        return {"step": 0, "numbers": constants(options), "memory": {name: {} for name in _names(leaves.each)}}
+        return {"step": 0, "numbers": constants(options), "memory": {name: {} for name in _unit_names(leaves.each)}}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         count, leaves = state["step"] + 1, units(params)
@@ -76,12 +76,12 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
         memory = {name: dict(known) for name, known in state["memory"].items()}
         copy_backs: list[tuple[Tensor, Tensor]] = []
         refuse_overwriting(name, params, grads, state, instead="take an optimizer of shardfn with donate=False")
-        for key, (unit, grad) in zip(_names(leaves.each), pairs(leaves, grads), strict=True):
+        for key, (unit, grad) in zip(_unit_names(leaves.each), pairs(leaves, grads), strict=True):
             if grad is None:
                 continue
             for stretch in _stretches(unit, rules, block):
                 variable = _variable(unit.values, grad, stretch)
-                if not (stretch.empty or dense(_cut(unit.values, stretch.start, stretch.stop))):
+                if not (stretch.empty or dense(_range_of(unit.values, stretch.start, stretch.stop))):
                     copy_backs.append((unit.values, variable))
                 groups.setdefault(stretch.options, []).append(variable)
                 work.append((variable, unit, memory[key], stretch))
@@ -112,7 +112,7 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
     return Optimizer(init, on_whole(step))
 
 
-def _names(members: Sequence[Unit]) -> list[str]:
+def _unit_names(members: Sequence[Unit]) -> list[str]:
     """The names of units; where a stage has several, the path of the first parameter of each."""
     counts = Counter(unit.name for unit in members)
     return [unit.name if counts[unit.name] == 1 else unit.path(unit.entries[0]) for unit in members]
@@ -142,11 +142,11 @@ def _variable(values: Tensor, grad: Tensor, stretch: _ElementRange) -> Tensor:
         variable = values.new_zeros(2).requires_grad_()
         variable.grad = values.new_zeros(2)
         return variable
-    variable = _cut(values, stretch.start, stretch.stop).detach()
+    variable = _range_of(values, stretch.start, stretch.stop).detach()
     if not dense(variable):  # kernels may walk through memory in order, gaps included
         variable = variable.contiguous()
     variable.requires_grad_()
-    g = _cut(grad, stretch.start, stretch.stop).detach()
+    g = _range_of(grad, stretch.start, stretch.stop).detach()
     same_strides = g.stride() == variable.stride()
     variable.grad = g if same_strides else torch.empty_like(variable, requires_grad=False).copy_(g)
     return variable
@@ -199,11 +199,11 @@ def _stretches(unit: Unit, rules: dict[str, RuleAtStep], block: int) -> list[_El
     return split  # also those of which this rank has nothing, so that all ranks' states have one structure
 
 
-def _cut(x: Tensor, start: int, stop: int) -> Tensor:
+def _range_of(x: Tensor, start: int, stop: int) -> Tensor:
     return x if (start, stop) == (0, x.numel()) else x[start:stop]
 
 
-def _plain(make: Callable[..., torch.optim.Optimizer], options: dict[str, Any]) -> dict[str, Any]:
+def _first_options(make: Callable[..., torch.optim.Optimizer], options: dict[str, Any]) -> dict[str, Any]:
     """The options at the first step, for a parameter on the CPU; of rules only what the class needs, a small number."""
     needed = {name for name, x in inspect.signature(make).parameters.items() if x.default is inspect.Parameter.empty}
     plain = {name: at_step(name, value, 1) for name, value in options.items() if not is_rule(name, value)}
@@ -220,7 +220,7 @@ def _draws(make: Callable[..., torch.optim.Optimizer], options: dict[str, Any], 
             x = torch.linspace(-1.0, 2.0, 8 * block, dtype=torch.float32, device="cpu").to(dtype).requires_grad_()
             x.grad = torch.ones_like(x)
             with contextlib.suppress(RuntimeError, TypeError, ValueError, NotImplementedError):  # not for this dtype
-                make([x], **_plain(make, options)).step()
+                make([x], **_first_options(make, options)).step()
         return not torch.equal(before, torch.get_rng_state())
 
 
@@ -243,21 +243,21 @@ def _refuse_placed(name: str, unit: Unit, layout: Layout, block: int, draws: boo
 
 def _refuse_coupled(name: str, make: Callable[..., torch.optim.Optimizer], options: dict[str, Any], block: int) -> None:
     """Raises ValueError unless an optimizer moves a matrix like its blocks in separate optimizers."""
-    plain = _plain(make, options)
+    plain = _first_options(make, options)
     start = torch.linspace(-1.0, 2.0, 8 * block, dtype=torch.float32, device="cpu")
     halves = (start[: 3 * block], start[3 * block :])
-    matrix = _steps(name, make, plain, [[start.view(4, -1)]])
+    matrix = _three_steps(name, make, plain, [[start.view(4, -1)]])
     for split, reason in (  # from how torch runs it to how a step here does
         ([[start]], "how many dimensions its parameter has, and a shard is flat"),
         ([halves], "what its neighbours are, and a shard has not all of them"),
         ([[half] for half in halves], "what other elements are, and this rank has not all of them"),
     ):
-        if not _same_result(matrix, _steps(name, make, plain, split)):
+        if not _same_result(matrix, _three_steps(name, make, plain, split)):
             raise ValueError(
                 f"from_torch: {name} moves an element by {reason}. "
                 "shardfn.optim has adafactor and muon, which know of shards"
             )
-    if not _same_result(matrix, _steps(name, make, plain, [[half] for half in halves], recreate=True)):
+    if not _same_result(matrix, _three_steps(name, make, plain, [[half] for half in halves], recreate=True)):
         raise ValueError(
             f"from_torch: {name} remembers something outside of its `state`, as in `param_groups` or in an attribute: "
             f"it would be lost, as each step makes a new {name}. Write an Optimizer(init, step), whose state holds it"
@@ -267,7 +267,7 @@ def _refuse_coupled(name: str, make: Callable[..., torch.optim.Optimizer], optio
 _Moved = tuple[Tensor, set[str]]
 
 
-def _steps(
+def _three_steps(
     name: str, make: Callable[..., torch.optim.Optimizer], plain: dict[str, Any], split: Any, recreate: bool = False
 ) -> _Moved:
     """Three steps of an optimizer for each list of tensors: where all elements are then, and the groups' options."""

@@ -27,7 +27,7 @@ from shardfn.compat import attention as kernels
 from shardfn.compat import dispatch
 from shardfn.mesh.grid import AxisName, as_names
 from shardfn.mesh.scope import bound_axis
-from shardfn.parallel.linear import wide
+from shardfn.parallel.linear import wide_dtype
 from shardfn.transforms.custom_vjp import custom_vjp
 
 TILE = 512  # queries, and keys, of a block whose scores are computed with a mask
@@ -135,7 +135,7 @@ def ring_attention(
     Attention (2023), for the imbalance; Llama 3 (2024), section 3.3.2, for the split into two pieces a rank.
     """
     size = axis_size(axis)
-    _check(q, k, v, mask, sinks, size)
+    _check_qkv(q, k, v, mask, sinks, size)
     in_order = mask.causal or mask.window is not None or mask.documents is not None or mask.padding is not None
     options = {"causal": mask.causal, "window": mask.window, "scale": scale, "softcap": softcap}
     _check_same_pieces("ring_attention", axis, {"k": k}, balanced=balanced, **options)
@@ -188,7 +188,7 @@ def ulysses_attention(
     Source: Jacobs et al., DeepSpeed Ulysses (2023), section 3.
     """
     size = axis_size(axis)
-    _check(q, k, v, mask, sinks, size)
+    _check_qkv(q, k, v, mask, sinks, size)
     _ordered("ulysses_attention", axis, False, mask.causal or mask.window is not None or mask.documents is not None)
     if q.shape[1] % size:
         raise ValueError(
@@ -223,7 +223,7 @@ def positions(length: int, axis: AxisName, *, balanced: bool = False, device: to
             + (f" (two for each of the {size} ranks along {axis!r})" if pieces > size else f" along {axis!r}")
             + f": pad it to {-(-length // pieces) * pieces}"
         )
-    local_positions = _places(length // size, axis_index(axis), size, balanced, device)
+    local_positions = _positions(length // size, axis_index(axis), size, balanced, device)
     if not torch.compiler.is_compiling() and (recorder := recording.current()) is not None:
         recorder.declared(local_positions, recorder.trace.mask(as_names(axis)), (), "positions")
     _ordered("positions", axis, balanced)
@@ -244,7 +244,7 @@ def _position_of(item: int, length: int, index: int, size: int, balanced: bool) 
     return index * half + item if item < half else (2 * size - 1 - index) * half + item - half
 
 
-def _places(length: int, index: int, size: int, balanced: bool, device: torch.device | None) -> Tensor:
+def _positions(length: int, index: int, size: int, balanced: bool, device: torch.device | None) -> Tensor:
     """The positions of all items, which increase."""
     if not balanced or size == 1:
         return torch.arange(index * length, (index + 1) * length, device=device)
@@ -256,10 +256,10 @@ def _places(length: int, index: int, size: int, balanced: bool, device: torch.de
 def _check_same_pieces(name: str, axis: AxisName, tensors: dict[str, Tensor], **options: Any) -> None:
     """Raises on all ranks, in a checked call, if their pieces differ in shape, or their options differ."""
     advice = "Every rank passes the same, and as many places of the sequence: pad it to one length before it is cut"
-    ops.compare_arguments(name, axis, tensors["k"], lambda: ops.arguments(tensors, **options), advice)
+    ops.compare_arguments(name, axis, tensors["k"], lambda: ops.describe_arguments(tensors, **options), advice)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor | None, size: int) -> None:
+def _check_qkv(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor | None, size: int) -> None:
     name = api_name("attention")
     if not isinstance(mask, Mask):
         raise TypeError(f"{name}: mask must be a parallel.Mask, got {type(mask).__name__}. Write Mask(causal=True)")
@@ -339,7 +339,7 @@ class _Pair:
         self.causal, self.window, self.balanced = shape
         self.lengths, self.ranks, self.size = lengths, ranks, size
         self.queries, self.keys = (
-            _places(n, i, size, self.balanced, torch.device("cpu")) for n, i in zip(lengths, ranks, strict=True)
+            _positions(n, i, size, self.balanced, torch.device("cpu")) for n, i in zip(lengths, ranks, strict=True)
         )
         self.documents = None if documents is None else _of_both(documents, self.queries, self.keys)
         self.extents: dict[Any, Any] = {}
@@ -499,7 +499,7 @@ def _ring(
         return rest[0] if has_documents else None, rest[-1] if has_sinks else None
 
     def places(length: int, index: int, device: torch.device) -> Tensor:
-        return _places(length, index, axis_size(axis), balanced, device)
+        return _positions(length, index, axis_size(axis), balanced, device)
 
     def pairs(q: Tensor, k: Tensor, documents: Tensor | None) -> Callable[[int], tuple[_Pair, list[_Block]]]:
         size, index, lengths = axis_size(axis), axis_index(axis), (q.shape[2], k.shape[2])
@@ -532,13 +532,13 @@ def _ring(
         if size == 1 and sinks is None:
             _, blocks = pair(0)
             if len(blocks) == 1 and blocks[0].coverage != "part" and fused and _is_everything(blocks[0], q, k):
-                out, lse = kernels.attention(q, k, v, blocks[0].coverage == "causal", scale)
+                out, lse = kernels.attention_with_lse(q, k, v, blocks[0].coverage == "causal", scale)
                 return (out,), (q, k, v, *rest, out, lse)
-        out = torch.zeros(shape, dtype=wide(q), device=q.device)
+        out = torch.zeros(shape, dtype=wide_dtype(q), device=q.device)
         if sinks is None:
-            lse = torch.full(shape[:3], -torch.inf, dtype=wide(q), device=q.device)
+            lse = torch.full(shape[:3], -torch.inf, dtype=wide_dtype(q), device=q.device)
         else:  # as if the sinks had been seen before all keys
-            lse = sinks.to(wide(q))[:, None].expand(shape[:3]).contiguous()
+            lse = sinks.to(wide_dtype(q))[:, None].expand(shape[:3]).contiguous()
         travelling = torch.cat((k.flatten(), v.flatten()))
         for step in range(size):
             coming = _sent(travelling, axis) if step + 1 < size else None
@@ -548,7 +548,7 @@ def _ring(
                 rows, columns = slice(*block.rows), slice(*block.columns)
                 inputs = q[:, :, rows], keys[:, :, columns], values[:, :, columns]
                 if fused and block.coverage != "part":
-                    part, part_lse = kernels.attention(*inputs, block.coverage == "causal", scale)
+                    part, part_lse = kernels.attention_with_lse(*inputs, block.coverage == "causal", scale)
                 else:
                     part, part_lse = kernels.masked_attention(*inputs, both.mask_of(block, q.device), scale, softcap)
                 _merge(out[:, :, rows], lse[:, :, rows], part, part_lse)
@@ -578,14 +578,14 @@ def _ring(
                     *of_rest,
                 ]
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # of queries without keys, so that all weights are zero
-        dq = torch.zeros_like(q, dtype=wide(q))
+        dq = torch.zeros_like(q, dtype=wide_dtype(q))
         travelling = torch.cat((k.flatten(), v.flatten()))
         arriving: Callable[[], Tensor] = lambda: travelling  # noqa: E731
         for step in range(size):
             coming = _sent(travelling, axis) if step + 1 < size else None
             both, blocks = pair((index - step) % size)
             keys, values = _keys_and_values(travelling, k, v)
-            kv_grads = torch.zeros_like(travelling, dtype=wide(q))
+            kv_grads = torch.zeros_like(travelling, dtype=wide_dtype(q))
             dk, dv = _keys_and_values(kv_grads, k, v)
             for block in blocks:
                 rows, columns = slice(*block.rows), slice(*block.columns)

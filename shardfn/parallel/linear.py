@@ -19,7 +19,7 @@ from shardfn.collectives import ops
 from shardfn.collectives.capturing import capturing
 from shardfn.collectives.functional import all_gather, axis_index, axis_size, psum, pvary, reduce_scatter
 from shardfn.collectives.late_checks import late_checks
-from shardfn.collectives.scheduled import Scheduled, run
+from shardfn.collectives.scheduled import Scheduled, run_in_graph
 from shardfn.compat import dispatch, functorch
 from shardfn.mesh.grid import AxisName
 from shardfn.transforms.custom_vjp import custom_vjp
@@ -74,7 +74,9 @@ def embedding(tokens: Tensor, table: Tensor, axis: AxisName = (), *, sequence: i
         raise ValueError(
             f"embedding: table must have shape [v, d], with rows sharded over {axis!r}, got {tuple(table.shape)}"
         )
-    ops.compare_arguments("embedding", axis, table, lambda: ops.arguments({"tokens": tokens, "table": table}), EQUAL)
+    ops.compare_arguments(
+        "embedding", axis, table, lambda: ops.describe_arguments({"tokens": tokens, "table": table}), EQUAL
+    )
     size, rows = axis_size(axis), table.shape[0]
     check_range("embedding", "tokens", tokens, rows * size)
     local_ids = tokens - axis_index(axis) * rows
@@ -109,11 +111,14 @@ def check_range(caller: str, name: str, indices: Tensor, n: int, ignore: int | N
     if dispatch.in_graph():
         watch = capturing()
         if watch is not None and watch.traces and not functorch.inside_transform():
-            run(_InRange(functools.partial(_outside, caller, name, n, indices.numel())), [_ends(indices, n, ignore)])
+            run_in_graph(
+                _InRange(functools.partial(_out_of_range, caller, name, n, indices.numel())),
+                [_ends(indices, n, ignore)],
+            )
         return
     with functorch.outside_transforms():
         values = functorch.unwrapped(indices)
-        wrong = functools.partial(_outside, caller, name, n, values.numel())
+        wrong = functools.partial(_out_of_range, caller, name, n, values.numel())
         if values.device.type == "cpu" and type(values).__torch_dispatch__ is Tensor.__torch_dispatch__:
             with dispatch.outside_modes():
                 message = wrong(_ends(values, n, ignore))
@@ -165,7 +170,7 @@ def _ends(indices: Tensor, n: int, ignore: int | None) -> Tensor:
     return torch.stack((*indices.aminmax(), outside))
 
 
-def _outside(caller: str, name: str, n: int, total: int, ends: Tensor) -> str | None:
+def _out_of_range(caller: str, name: str, n: int, total: int, ends: Tensor) -> str | None:
     low, high, number = ends.tolist()
     if low >= 0 and high < n:
         return None
@@ -194,8 +199,8 @@ def rms_norm(x: Tensor, weight: Tensor, axis: AxisName = (), *, eps: float | Non
     """
     if x.ndim == 0 or weight.shape != x.shape[-1:]:
         raise ValueError(f"rms_norm: x {tuple(x.shape)}, weight {tuple(weight.shape)}; they are [..., d] and [d]")
-    eps = torch.finfo(wide(x)).eps if eps is None else eps
-    ops.compare_arguments("rms_norm", axis, x, lambda: ops.arguments({"x": x}, eps=eps), EQUAL)
+    eps = torch.finfo(wide_dtype(x)).eps if eps is None else eps
+    ops.compare_arguments("rms_norm", axis, x, lambda: ops.describe_arguments({"x": x}, eps=eps), EQUAL)
     same_dtype = x.dtype == weight.dtype and not functorch.inside_batching_or_forward()
     if same_dtype and x.device.type != "cpu" and axis_size(axis) == 1:
         return F.rms_norm(x, weight.shape, weight, eps)  # one kernel
@@ -209,12 +214,12 @@ def _rms_rule(axis: AxisName, eps: float) -> custom_vjp:
         return x.shape[-1] * axis_size(axis)
 
     def pure(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        numbers = x.to(wide(x))
+        numbers = x.to(wide_dtype(x))
         mean = pvary(psum(numbers.square().sum(-1, keepdim=True), axis), axis) / width(x)
         return ((numbers * (mean + eps).rsqrt() * weight).to(x.dtype),)
 
     def fwd(x: Tensor, weight: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide(x)).square_()
+        squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide_dtype(x)).square_()
         scale = psum(squares, axis).div_(width(x)).add_(eps).rsqrt_()
         out = x * scale
         out = out.mul_(weight) if out.dtype == torch.promote_types(out.dtype, weight.dtype) else out * weight
@@ -242,6 +247,6 @@ def _rms_rule(axis: AxisName, eps: float) -> custom_vjp:
     return custom_vjp(pure, fwd, bwd)
 
 
-def wide(x: Tensor) -> torch.dtype:
+def wide_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which numbers of a tensor are computed: float32, or wider."""
     return torch.promote_types(x.dtype, torch.float32)

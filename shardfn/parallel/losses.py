@@ -12,7 +12,7 @@ from shardfn.collectives import ops
 from shardfn.collectives.functional import axis_index, axis_size, pmax, psum
 from shardfn.compat.devices import elements_at_a_time
 from shardfn.mesh.grid import AxisName
-from shardfn.parallel.linear import EQUAL, as_indices, check_range, to_parallel, wide
+from shardfn.parallel.linear import EQUAL, as_indices, check_range, to_parallel, wide_dtype
 from shardfn.transforms.custom_vjp import custom_vjp
 
 LOGITS = 2**23, 2**26  # computed at a time by default: on a CPU, and elsewhere
@@ -63,7 +63,7 @@ def cross_entropy(
             f"[..., d], [d, v] and [...]"
         )
     tensors, sizes = {"x": x, "w": w, "targets": targets}, {"vocabulary": vocabulary, "ignore": ignore, "chunk": chunk}
-    ops.compare_arguments("cross_entropy", axis, x, lambda: ops.arguments(tensors, **sizes), EQUAL)
+    ops.compare_arguments("cross_entropy", axis, x, lambda: ops.describe_arguments(tensors, **sizes), EQUAL)
     size = axis_size(axis)
     columns = w.shape[1] * size if vocabulary is None else vocabulary
     if not 0 < columns <= w.shape[1] * size:
@@ -83,13 +83,15 @@ def _added(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """Returns `total + a @ b`, at least in float32 so that errors stay small; may overwrite `total`."""
     if total is None:
         return a @ b
-    return total.addmm_(a, b) if total.dtype == b.dtype == wide(total) else total.to(wide(total)).add_(a @ b)
+    return (
+        total.addmm_(a, b) if total.dtype == b.dtype == wide_dtype(total) else total.to(wide_dtype(total)).add_(a @ b)
+    )
 
 
 @functools.lru_cache(maxsize=256)
 def _rule(axis: AxisName, columns: int, ignore: int, rows: int) -> custom_vjp:
     def logits(x: Tensor, w: Tensor) -> Tensor:
-        logits = (x @ w).to(wide(x))
+        logits = (x @ w).to(wide_dtype(x))
         first = axis_index(axis) * w.shape[1]
         if columns < first + w.shape[1]:
             padding = torch.arange(first, first + w.shape[1], device=w.device) >= columns
@@ -104,7 +106,7 @@ def _rule(axis: AxisName, columns: int, ignore: int, rows: int) -> custom_vjp:
         """
         column, is_local = _local_column(targets, logits.shape[1], axis)
         largest = pmax(top, axis)
-        chosen = (logits[_rows(column), column] - largest).where(is_local, 0)
+        chosen = (logits[_row_indices(column), column] - largest).where(is_local, 0)
         part = (top - largest).exp() * total
         denominator, chosen = psum(torch.stack((part, chosen)), axis).unbind(0)
         return (denominator.log() - chosen).where(targets != ignore, 0), part / denominator
@@ -136,7 +138,7 @@ def _rule(axis: AxisName, columns: int, ignore: int, rows: int) -> custom_vjp:
             shares = saved[0] if saved else logits(x[chunk], w).softmax(1)
             p = shares * (parts[chunk] * ct[chunk])[:, None]
             column, is_local = _local_column(targets[chunk], p.shape[1], axis)
-            p[_rows(column), column] -= ct[chunk].where(is_local, 0)
+            p[_row_indices(column), column] -= ct[chunk].where(is_local, 0)
             p = p.to(x.dtype)
             if dx is not None:
                 dx[chunk] = p @ w.mT
@@ -153,7 +155,7 @@ def _local_column(targets: Tensor, n: int, axis: AxisName) -> tuple[Tensor, Tens
     return inside, column == inside
 
 
-def _rows(column: Tensor) -> Tensor:
+def _row_indices(column: Tensor) -> Tensor:
     return torch.arange(len(column), device=column.device)
 
 

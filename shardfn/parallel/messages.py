@@ -36,7 +36,7 @@ from shardfn.debugging import debugging
 from shardfn.mesh import waiting
 from shardfn.mesh.axes import device_of, per_mesh
 from shardfn.mesh.grid import AxisName, as_names
-from shardfn.mesh.groups import connected, group_over
+from shardfn.mesh.groups import connected_group, group_over
 from shardfn.mesh.lanes import lane
 from shardfn.mesh.planned import planned
 from shardfn.mesh.scope import current_mesh
@@ -99,7 +99,7 @@ class _Gone(RuntimeError):
     """Another rank does not answer."""
 
 
-def _tried(call: Callable[..., Any], *args: Any) -> Any:
+def _call_peer(call: Callable[..., Any], *args: Any) -> Any:
     """Calls a function whose RuntimeError can only mean that the rank at the other end is gone; raises `_Gone` then."""
     try:
         return call(*args)
@@ -128,16 +128,18 @@ class _NoteChannel:
         body = pickle.dumps(note)
         data = _LENGTH.pack(len(body)) + body
         with functorch.outside_transforms():
-            message = torch.empty(ROOM + _places(rows)[-1], dtype=torch.uint8, device="cpu")
+            message = torch.empty(ROOM + _row_offsets(rows)[-1], dtype=torch.uint8, device="cpu")
             message[: min(ROOM, len(data))] = torch.frombuffer(bytearray(data[:ROOM]), dtype=torch.uint8)
-            for row, offset in zip(rows, _places(rows), strict=False):
+            for row, offset in zip(rows, _row_offsets(rows), strict=False):
                 message[ROOM + offset : ROOM + offset + len(row)] = row
             self._start(message, _NOTE)
             if len(data) > ROOM:
                 self._start(torch.frombuffer(bytearray(data[ROOM:]), dtype=torch.uint8), _MORE)
 
     def _start(self, row: Tensor, tag: int) -> None:
-        self.going.append(_tried(self.group.send, [row], self.peer, tag))  # dropping the work would drop its message
+        self.going.append(
+            _call_peer(self.group.send, [row], self.peer, tag)
+        )  # dropping the work would drop its message
 
     def expect(self) -> None:
         """Posts the receive of the next note, which can then arrive while this rank computes."""
@@ -151,14 +153,14 @@ class _NoteChannel:
         self.expect()
         assert self.coming is not None
         data, work = self.coming
-        _tried(self._arrived, work)
+        _call_peer(self._arrived, work)
         self.coming = None
         (length,) = _LENGTH.unpack_from(data)
         body = data[_LENGTH.size : min(ROOM, _LENGTH.size + length)]
         if length > len(body):
             tail = bytearray(length - len(body))
             with functorch.outside_transforms():
-                _tried(self._arrived, self._coming(tail, _MORE))
+                _call_peer(self._arrived, self._coming(tail, _MORE))
             body += tail
         return pickle.loads(body), data
 
@@ -168,16 +170,16 @@ class _NoteChannel:
             work.wait()
 
     def _coming(self, data: bytearray, tag: int) -> Any:
-        return _tried(self.group.recv, [torch.frombuffer(data, dtype=torch.uint8)], self.peer, tag)
+        return _call_peer(self.group.recv, [torch.frombuffer(data, dtype=torch.uint8)], self.peer, tag)
 
     def arrived(self, left: int = 0) -> None:
         """Waits until at most `left` of the messages sent have not arrived at the other rank."""
         while len(self.going) > left:
-            _tried(self._arrived, self.going[0])
+            _call_peer(self._arrived, self.going[0])
             self.going.popleft()
 
 
-def _places(rows: Sequence[Any]) -> list[int]:
+def _row_offsets(rows: Sequence[Any]) -> list[int]:
     """The offset of each row of bytes when they lie one after another, aligned to 64; and the end of the last."""
     return list(itertools.accumulate((-(-len(row) // 64) * 64 for row in rows), initial=0))
 
@@ -213,7 +215,7 @@ class PipelineRanks:
         late = process_groups.connects_late(communicator.group, device.type)
         backward_group = group_over(ranks, "reduce") if late else communicator.group
         ways = {"gathers": communicator.group, "reductions": backward_group}
-        self.groups = {direction: connected(group, device, pairs=True) for direction, group in ways.items()}
+        self.groups = {direction: connected_group(group, device, pairs=True) for direction, group in ways.items()}
 
     # --- a run ---
 
@@ -305,7 +307,7 @@ class PipelineRanks:
         refuse_traced("messages of a pipeline")
         rows = [self._row(x) for x in tensors]
         kinds = tuple([(tuple(x.shape), x.dtype, x.requires_grad) for x in tensors])
-        line, nbytes = self.lines[to], _places(rows)[-1]
+        line, nbytes = self.lines[to], _row_offsets(rows)[-1]
         fits = self.together and 0 < nbytes <= line.there
         line.there = nbytes
         # Unique tags: a receive never matches a tensor of another message.
@@ -329,7 +331,7 @@ class PipelineRanks:
             )  # fmt: skip
             if row.nbytes and tags is not None:
                 row = row.clone() if row.is_inference() else row  # has no version: a change would go unnoticed
-                sends.append((_tried(group.send, [row], to, next(left)), row, versions([row])))
+                sends.append((_call_peer(group.send, [row], to, next(left)), row, versions([row])))
 
     def delivered(self, to: int, left: int = 0) -> None:
         """Waits until at most `left` messages to a rank are in flight.
@@ -340,7 +342,7 @@ class PipelineRanks:
         with self._reaching(to):
             while len(self.sent[to]) > left:
                 for work, row, version in self.sent[to].popleft():
-                    _tried(self.lines[to]._arrived, work)
+                    _call_peer(self.lines[to]._arrived, work)
                     refuse_changed([row], version)
             self.lines[to].arrived(2 * left + 1)
 
@@ -399,7 +401,7 @@ class PipelineRanks:
     ) -> list[Tensor]:
         line, group = self.lines[source], self.groups[direction]
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype, _ in kinds]
-        places = _places([range(n) for n in sizes])
+        places = _row_offsets([range(n) for n in sizes])
         line.here = places[-1]
         line.expect()
         if any(sizes) and not tags:  # the tensors came with the note
@@ -411,8 +413,8 @@ class PipelineRanks:
         """Receives tensors by themselves."""
         tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype, _ in kinds]
         rows = [self._row(x) for x in tensors if x.nbytes]
-        for work in [_tried(group.recv, [row], source, tag) for row, tag in zip(rows, tags, strict=True)]:
-            _tried(self.lines[source]._arrived, work)
+        for work in [_call_peer(group.recv, [row], source, tag) for row, tag in zip(rows, tags, strict=True)]:
+            _call_peer(self.lines[source]._arrived, work)
         return tensors
 
     def _row(self, x: Any) -> Tensor:

@@ -23,7 +23,7 @@ from shardfn.collectives.functional import all_to_all, axis_index, axis_size, ps
 from shardfn.compat import functorch
 from shardfn.mesh.grid import AxisName, as_names
 from shardfn.mesh.planned import notes, planned
-from shardfn.parallel.linear import as_indices, check_range, wide
+from shardfn.parallel.linear import as_indices, check_range, wide_dtype
 from shardfn.transforms.custom_vjp import custom_vjp
 
 Expert = Callable[[Any, Tensor], Tensor]
@@ -72,7 +72,7 @@ def route(x: Tensor, gate: Tensor, k: int, *, normalize: bool = True) -> Routing
         raise ValueError(f"route: x {tuple(x.shape)}, gate {tuple(gate.shape)}; they are [g, t, d] and [d, e]")
     if not 1 <= k <= gate.shape[1]:
         raise ValueError(f"route: k={k}, but there are {gate.shape[1]} experts")
-    logits = (x @ gate).to(wide(x))
+    logits = (x @ gate).to(wide_dtype(x))
     weights, experts = logits.softmax(-1).topk(k)
     if normalize:
         weights = weights / weights.sum(-1, keepdim=True)
@@ -180,7 +180,7 @@ def balance_loss(routing: Routing, axes: AxisName = ()) -> Tensor:
     Source: Fedus et al., Switch Transformers (2021), equations 4 to 6.
     """
     count, k = routing.logits.shape[-1], routing.experts.shape[-1]
-    logits = routing.logits.to(wide(routing.logits))  # 16 bits have no room for numbers of tokens
+    logits = routing.logits.to(wide_dtype(routing.logits))  # 16 bits have no room for numbers of tokens
     choices = _hot(_with_indices("balance_loss", routing).experts, count).sum((0, 1, 2)).to(logits.dtype)
     probabilities = logits.softmax(-1).sum((0, 1))
     shares, mean_probabilities = _mean_over_tokens((choices, probabilities), routing, axes).view(2, count)
@@ -198,7 +198,7 @@ def router_loss(routing: Routing, axes: AxisName = ()) -> Tensor:
 
     Source: Zoph et al., ST-MoE (2022), equation 5.
     """
-    logits = routing.logits.to(wide(routing.logits))
+    logits = routing.logits.to(wide_dtype(routing.logits))
     return _mean_over_tokens((logits.logsumexp(-1).square().sum()[None],), routing, axes)[0]
 
 

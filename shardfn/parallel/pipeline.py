@@ -86,20 +86,20 @@ def pipeline(
         ``loss = pipeline(part, params, list(tokens.chunk(4)), "pipe")``, with ``value_and_grad`` around it
     """
     if axis_size(axis) == 1:
-        micro_batches = _batches(batches, schedule)
+        micro_batches = _checked_batches(batches, schedule)
         return torch.stack([_loss(part(params, None, batch)) for batch in micro_batches]).sum()
     refuse_independent(axis, "pipeline")
     if pushes():
         raise OutsideGradient  # the passes in lockstep keep their order where torch.func differentiates them
     ranks = team_of(axis)
     try:
-        job, tensors = _job(part, _alone((params, _batches(batches, schedule)), axis), ranks, schedule)
+        job, tensors = _job(part, _alone((params, _checked_batches(batches, schedule)), axis), ranks, schedule)
     except BaseException as error:
         return ranks.run(functools.partial(_raise, error))[0]  # the other ranks must learn of it
     return custom_vjp(job.pure, job.fwd, job.bwd)(*tensors)[0]
 
 
-def _batches(batches: Iterable[Any], schedule: Schedule) -> list[Any]:
+def _checked_batches(batches: Iterable[Any], schedule: Schedule) -> list[Any]:
     if schedule not in get_args(Schedule):
         raise ValueError(
             f"pipeline: schedule must be one of {', '.join(map(repr, get_args(Schedule)))}, got {schedule!r}"

@@ -43,12 +43,15 @@ def quantized_names(names: Iterable[str]) -> dict[str, list[str]]:
     keys = set(names)
     parameters = sorted(name[: name.index("." + STATE)] for name in keys if "." + STATE in name)
     return {
-        name: [name, *sorted(key for key in keys if _part(key, name) in PARTS or _part(key, name).startswith(STATE))]
+        name: [
+            name,
+            *sorted(key for key in keys if _suffix(key, name) in PARTS or _suffix(key, name).startswith(STATE)),
+        ]
         for name in parameters
     }
 
 
-def described(name: str, tensors: Mapping[str, Tensor]) -> Packed:
+def meta_parameter(name: str, tensors: Mapping[str, Tensor]) -> Packed:
     """A parameter in files, without its bytes, which are on the meta device.
 
     Args:
@@ -84,9 +87,9 @@ def packed(name: str, tensors: Mapping[str, Tensor]) -> Packed:
     """A parameter from its tensors in files, bit for bit, on the device of its codes.
 
     Raises:
-        ValueError: as `described`.
+        ValueError: as `meta_parameter`.
     """
-    parameter, code_bytes = described(name, tensors), _bytes(tensors[name])
+    parameter, code_bytes = meta_parameter(name, tensors), _bytes(tensors[name])
     scales = [_bytes(tensors[f"{name}.absmax"])]
     if parameter.format.double:
         mean = torch.tensor([_state(name, tensors)["nested_offset"]], dtype=torch.float32, device="cpu")
@@ -104,7 +107,7 @@ def _bytes(x: Tensor) -> Tensor:
     return x.contiguous().reshape(-1).view(torch.uint8)
 
 
-def tensors(name: str, parameter: Packed) -> dict[str, Tensor]:
+def file_tensors(name: str, parameter: Packed) -> dict[str, Tensor]:
     """The tensors that bitsandbytes keeps of a parameter in files: the inverse of `packed`.
 
     Args:
@@ -151,13 +154,13 @@ def tensors(name: str, parameter: Packed) -> dict[str, Tensor]:
     return parts | {f"{name}.{STATE}{format.name}": words}
 
 
-def _part(key: str, name: str) -> str:
+def _suffix(key: str, name: str) -> str:
     return key[len(name) + 1 :] if key.startswith(name + ".") else ""
 
 
 def _state(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """The JSON of a parameter, checked to be complete, with `double` added."""
-    keys = [key for key in tensors if _part(key, name).startswith(STATE)]
+    keys = [key for key in tensors if _suffix(key, name).startswith(STATE)]
     if len(keys) != 1:
         count = f"{len(keys)} of them" if keys else "none"
         raise ValueError(f"{name} needs one tensor {name}.{STATE}..., which describes it, got {count}")

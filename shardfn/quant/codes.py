@@ -68,7 +68,7 @@ def _building_tables() -> Iterator[None]:
         yield
 
 
-def _paired(codes: Tensor) -> Tensor:
+def _pack_pairs(codes: Tensor) -> Tensor:
     """4-bit codes, packed two to a byte."""
     even = codes if codes.shape[-1] % 2 == 0 else F.pad(codes, (0, 1))
     return even[..., ::2] << 4 | even[..., 1::2]
@@ -153,7 +153,7 @@ def _tabled(name: str, bits: int, values: Callable[[], Tensor], keeps: bool = Fa
     table = _CodeTable(values, keeps)
     if bits == 8:
         return Code(name, 8, 1.0, lambda x: _looked_up(x, table), table.values_of, keeps)
-    return Code(name, 4, 1.0, lambda x: _paired(_compared(x, table)), _of_pairs(values))
+    return Code(name, 4, 1.0, lambda x: _pack_pairs(_nearest_codes(x, table)), _of_pairs(values))
 
 
 def _looked_up(x: Tensor, table: _CodeTable) -> Tensor:
@@ -166,7 +166,7 @@ def _looked_up(x: Tensor, table: _CodeTable) -> Tensor:
     return (smallest.index_select(0, half) + (flat > bound.index_select(0, half))).view(x.shape)
 
 
-def _compared(x: Tensor, table: _CodeTable) -> Tensor:
+def _nearest_codes(x: Tensor, table: _CodeTable) -> Tensor:
     """The codes of a 4-bit table nearest to `x`: so few bounds are faster compared than searched."""
     between, *order = _constants(table.listed()[1:], x) if _traced() else table.bounds(x.device)
     place = (x > between[0]).to(torch.uint8)  # derived from x: batched by vmap if x is
@@ -201,10 +201,10 @@ def _stepped(name: str, bits: int) -> Code:
     def numbers() -> Tensor:
         return torch.arange(16, device="cpu").add(8).remainder(16).sub(8).to(torch.float32)
 
-    return Code(name, 4, limit, lambda x: _paired(encode(x) & 15), _of_pairs(numbers))
+    return Code(name, 4, limit, lambda x: _pack_pairs(encode(x) & 15), _of_pairs(numbers))
 
 
-def _floating(name: str, dtype: torch.dtype) -> Code:
+def _float8_code(name: str, dtype: torch.dtype) -> Code:
     """The numbers of an 8-bit floating-point dtype."""
     table = _CodeTable(lambda: torch.arange(256, device="cpu").to(torch.uint8).view(dtype).to(torch.float32))
     return Code(name, 8, torch.finfo(dtype).max, lambda x: x.to(dtype).view(torch.uint8), table.values_of)
@@ -224,7 +224,7 @@ nf4 = _tabled("nf4", 4, lambda: torch.tensor(NF4, dtype=torch.float32, device="c
 fp4 = _tabled("fp4", 4, lambda: torch.tensor((*FP4, *(-x for x in FP4)), dtype=torch.float32, device="cpu") / 12)
 int4 = _stepped("int4", 4)
 int8 = _stepped("int8", 8)
-fp8_e4m3 = _floating("fp8_e4m3", torch.float8_e4m3fn)
-fp8_e5m2 = _floating("fp8_e5m2", torch.float8_e5m2)
+fp8_e4m3 = _float8_code("fp8_e4m3", torch.float8_e4m3fn)
+fp8_e5m2 = _float8_code("fp8_e5m2", torch.float8_e5m2)
 dynamic = _tabled("dynamic", 8, lambda: _dynamic(True))
 positive = _tabled("positive", 8, lambda: _dynamic(False), keeps=True)  # of what one divides by

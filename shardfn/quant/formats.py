@@ -75,7 +75,7 @@ class Format:
         # Intermediate results are several times as large.
         step = max(1, elements_at_a_time(x.device, STEP) // self.block) * self.block
         results = [self._encoded(part) for part in x.split(step, -1)]
-        scales, numbers = (_joined(list(column)) for column in zip(*results, strict=True))
+        scales, numbers = (_concatenate(list(column)) for column in zip(*results, strict=True))
         return torch.cat((*self._stored(scales), numbers), -1)
 
     def _encoded_at_once(self, x: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class Format:
 
     def _encoded(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Scales and codes."""
-        scales, scaled = _scaled(x.float(), self.block, self.code.most)
+        scales, scaled = _block_scaled(x.float(), self.block, self.code.most)
         return scales, self.code.encode(scaled)
 
     def decode(self, packed: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
@@ -108,7 +108,7 @@ class Format:
         return out
 
     def _decoded(self, of_codes: Tensor, scales: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        return _times(self.code.decode(of_codes)[..., :numel], scales, self.block).to(dtype)
+        return _times_scales(self.code.decode(of_codes)[..., :numel], scales, self.block).to(dtype)
 
     def _fused(self, operation: str, *tensors: Tensor, dtype: torch.dtype) -> bool:
         """Whether a kernel encodes or decodes these tensors."""
@@ -143,7 +143,9 @@ class Format:
             return _floats(packed, 0, n)
         groups = -(-n // NESTED)
         nested, mean = _floats(packed, 0, groups), _floats(packed, 4 * groups, 1)
-        return _times(codes.dynamic.decode(packed[..., 4 * groups + 4 : 4 * groups + 4 + n]), nested, NESTED) + mean
+        return (
+            _times_scales(codes.dynamic.decode(packed[..., 4 * groups + 4 : 4 * groups + 4 + n]), nested, NESTED) + mean
+        )
 
     def codes(self, packed: Tensor, numel: int) -> Tensor:
         """The part of the bytes that is codes."""
@@ -157,11 +159,11 @@ class Format:
         if not self.double:
             return [scales.view(torch.uint8)]
         mean = scales.mean(-1, keepdim=True) if scales.shape[-1] else scales.new_zeros(*scales.shape[:-1], 1)
-        nested, scaled = _scaled(scales - mean, NESTED, 1.0)
+        nested, scaled = _block_scaled(scales - mean, NESTED, 1.0)
         return [nested.view(torch.uint8), mean.view(torch.uint8), codes.dynamic.encode(scaled)]
 
 
-def _scaled(x: Tensor, block: int, code_max: float) -> tuple[Tensor, Tensor]:
+def _block_scaled(x: Tensor, block: int, code_max: float) -> tuple[Tensor, Tensor]:
     """The scale of each block, and the numbers divided by their scales, which exceed `code_max` only by rounding."""
     full_numel = x.shape[-1] // block * block
     full, rest = x[..., :full_numel].unflatten(-1, (-1, block)), x[..., None, full_numel:]
@@ -171,7 +173,7 @@ def _scaled(x: Tensor, block: int, code_max: float) -> tuple[Tensor, Tensor]:
     largest = [part.abs().amax(-1) for part in parts]
     divisors = [top.clamp_min(TINY * code_max) for top in largest]
     scaled = [(part * (code_max / top)[..., None]).flatten(-2) for part, top in zip(parts, divisors, strict=True)]
-    return _stored_scales(_joined(largest), code_max), _joined(scaled)
+    return _stored_scales(_concatenate(largest), code_max), _concatenate(scaled)
 
 
 def _stored_scales(largest: Tensor, code_max: float) -> Tensor:
@@ -180,14 +182,14 @@ def _stored_scales(largest: Tensor, code_max: float) -> Tensor:
     return largest if code_max == 1 else largest.clamp_min(TINY * code_max) * (1 / code_max)
 
 
-def _times(numbers: Tensor, scales: Tensor, block: int) -> Tensor:
+def _times_scales(numbers: Tensor, scales: Tensor, block: int) -> Tensor:
     full_numel = numbers.shape[-1] // block * block
     full, rest = numbers[..., :full_numel].unflatten(-1, (-1, block)), numbers[..., full_numel:]
     parts = [(full * scales[..., : full_numel // block, None]).flatten(-2)] if full_numel else []
-    return _joined([*parts, rest * scales[..., -1:]] if rest.shape[-1] else parts) if numbers.numel() else numbers
+    return _concatenate([*parts, rest * scales[..., -1:]] if rest.shape[-1] else parts) if numbers.numel() else numbers
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
+def _concatenate(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 

@@ -27,20 +27,20 @@ ROWS = 2**16 - 1  # of a CUDA grid
 def fits(*tensors: Tensor) -> bool:
     """Whether kernels may run: on plain vectors or matrices with contiguous rows, outside of graphs and transforms."""
     device = tensors[0].device
-    if device.type not in KINDS or torch.compiler.is_compiling() or not _installed():
+    if device.type not in KINDS or torch.compiler.is_compiling() or not _has_triton():
         return False
     if functorch.inside_transform() or functorch.inside_forward_mode():
         return False
-    return all(x.device == device and _plain(x) for x in tensors)
+    return all(x.device == device and _fits_kernels(x) for x in tensors)
 
 
-def _plain(x: Tensor) -> bool:
+def _fits_kernels(x: Tensor) -> bool:
     ordinary = type(x) in (Tensor, torch.nn.Parameter) and dispatch.plain(x) and not functorch.batched(x)
     return ordinary and x.numel() > 0 and x.ndim in (1, 2) and x.stride(-1) == 1 and x.shape[:-1].numel() <= ROWS
 
 
 @functools.cache
-def _installed() -> bool:
+def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 

@@ -63,7 +63,7 @@ class Packed:
         if self.values.dtype is not torch.uint8:
             raise TypeError(
                 f"{self} has {self.values.dtype} in place of its bytes, which are codes, not numbers to compute with. "
-                f"Leave quantized parameters unchanged, such as by shardfn.partition"
+                f"Leave quantized parameters unchanged, such as by shardfn.shards.partition"
             )
         if out is not None:
             return self.format.decode_into(out, self.values).view(self.shape)
@@ -126,7 +126,9 @@ def quantize(tree: Any, format: Format, names: Which | None = None) -> Any:
     """
     check_format(format, "quantize: format", optional=False)
     rule = chosen(names, "names") if names is not None else None
-    paths, leaves, spec = _parameters("quantize", tree, "quantize parameters before they are cut, by shard or load")
+    paths, leaves, spec = _paths_and_values(
+        "quantize", tree, "quantize parameters before they are cut, by shard or load"
+    )
     unused = rule.unused(paths) if rule else set()
     if unused:
         raise ValueError(f"quantize: no parameter matches {listed(map(repr, sorted(unused)))}")
@@ -139,7 +141,7 @@ def quantize(tree: Any, format: Format, names: Which | None = None) -> Any:
         )
     packed_by_id: dict[int, Packed] = {}  # a tensor at several places stays shared
     values = [
-        _packed(path, x, format, packed_by_id) if (rule(path, _shape(x)) if rule else _long(x, format)) else x
+        _pack_leaf(path, x, format, packed_by_id) if (rule(path, _shape(x)) if rule else _long(x, format)) else x
         for path, x in zip(paths, leaves, strict=True)
     ]
     return optree.tree_unflatten(spec, values)
@@ -159,7 +161,7 @@ def dequantize(tree: Any, dtype: torch.dtype | None = None) -> Any:
         raise TypeError(
             f"dequantize: dtype must be a floating torch.dtype, or None for each parameter's, got {dtype!r}"
         )
-    _, leaves, spec = _parameters("dequantize", tree, "decode whole parameters, which unshard makes")
+    _, leaves, spec = _paths_and_values("dequantize", tree, "decode whole parameters, which unshard makes")
     return optree.tree_unflatten(spec, [x.decoded(dtype) if is_packed(x) else x for x in leaves])
 
 
@@ -168,7 +170,7 @@ def is_packed(x: Any) -> bool:
     return type(x) is Packed
 
 
-def _parameters(where: str, tree: Any, instead: str) -> tuple[list[str], list[Any], optree.PyTreeSpec]:
+def _paths_and_values(where: str, tree: Any, instead: str) -> tuple[list[str], list[Any], optree.PyTreeSpec]:
     """The paths and values of a tree, and its structure.
 
     Raises:
@@ -184,7 +186,7 @@ def _parameters(where: str, tree: Any, instead: str) -> tuple[list[str], list[An
     return paths, leaves, spec
 
 
-def _packed(path: str, x: Any, format: Format, packed_by_id: dict[int, Packed]) -> Packed:
+def _pack_leaf(path: str, x: Any, format: Format, packed_by_id: dict[int, Packed]) -> Packed:
     if is_packed(x):
         raise TypeError(f"quantize: {path} is already quantized, {x}")
     if not isinstance(x, Tensor):

@@ -107,7 +107,7 @@ def ranks_of(group: RankGroup) -> list[int]:
     return [process_groups.global_rank()] if group.group is None else dist.get_process_group_ranks(group.group)
 
 
-def compare(group: RankGroup, facts: dict[str, str], local_error: Exception | None) -> None:
+def compare_arguments(group: RankGroup, facts: dict[str, str], local_error: Exception | None) -> None:
     """Raises on every rank if the arguments of one rank are wrong, or differ between ranks.
 
     Args:

@@ -22,7 +22,7 @@ from shardfn.collectives.late_checks import late_checks
 STEPS = 2  # launched before a step's metrics are read
 
 
-def checked(metrics: Any, caller: str) -> dict[str, Any]:
+def checked_metrics(metrics: Any, caller: str) -> dict[str, Any]:
     """A step's metrics, checked to be numbers and tensors of one element.
 
     Raises:

@@ -38,7 +38,7 @@ from shardfn.run.collating import (
     kinds_but_sizes,
     lengths_of,
     of_dicts,
-    rows_of,
+    row_digests,
     sizes_of,
 )
 from shardfn.run.feeding import BatchCopy, Copier, fresh, owned
@@ -140,7 +140,7 @@ class _BatchDigests:
 
     def add(self, batch: Any) -> None:
         """Adds a batch."""
-        rows = rows_of(batch)
+        rows = row_digests(batch)
         self.rows.update(rows)
         self.digest = digest([self.digest, *rows])
 
@@ -288,8 +288,8 @@ def _ended(local_read: Read, summaries: _Summaries | None, step: int, peers: Pee
             short = [rank for rank, state in zip(peers.ranks, states, strict=True) if state == State.END]
             long = [rank for rank in peers.ranks if rank not in short]
             raise ValueError(
-                f"{peers.name}: {_ranks(short)} no batch for step {step}, and {_ranks(long)} one. All ranks need "
-                f"the same number of batches. Drop or pad the rest"
+                f"{peers.name}: {_ranks_have(short)} no batch for step {step}, and {_ranks_have(long)} one. All ranks "
+                f"need the same number of batches. Drop or pad the rest"
             )
         return True
     if {*states} == {State.FILLED}:
@@ -297,7 +297,7 @@ def _ended(local_read: Read, summaries: _Summaries | None, step: int, peers: Pee
     if len(set(shapes)) > 1:
         _differ(local_read, step, peers)
     if digests.looking:
-        _compare(contents, rows, step, peers)
+        _compare_rows(contents, rows, step, peers)
         by_place = dict(zip(peers.places, contents, strict=True))
         # Ranks at different places may have had only equal rows so far, but too few to rule out chance.
         digests.looking = step < LOOKS and peers.distinct and len(set(by_place.values())) < len(by_place)
@@ -320,7 +320,7 @@ def _raise_failed(local_read: Read, states: list[int], step: int, peers: Peers) 
     )
 
 
-def _ranks(ranks: list[int]) -> str:
+def _ranks_have(ranks: list[int]) -> str:
     shown = listed(ranks, 4)
     return f"rank {shown} has" if len(ranks) == 1 else f"ranks {shown} have"
 
@@ -337,7 +337,7 @@ def _differ(local_read: Read, step: int, peers: Peers) -> None:
     agree(_kinds(copy.batch, peers), peers.mesh, peers.name, subject=(f"the batches of step {step}", advice))
 
 
-def _compare(contents: list[int], rows: list[int], step: int, peers: Peers) -> None:
+def _compare_rows(contents: list[int], rows: list[int], step: int, peers: Peers) -> None:
     first = _first_at_places(contents, "differ", step, peers)
     if not peers.distinct:
         return

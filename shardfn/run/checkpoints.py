@@ -93,7 +93,7 @@ def loaded(path: Path, state: Any, origin: Origin) -> tuple[Any, dict[str, Any]]
     # The head is checked first: a checkpoint of another run must not overwrite the state.
     wait_for_saves()
     group = team_of(grids(state), "run")
-    head = group.run_and_gather(f"load {path}", lambda: _head(path) if group.rank == 0 else {})[0]
+    head = group.run_and_gather(f"load {path}", lambda: _run_info(path) if group.rank == 0 else {})[0]
     origin.check(Origin(head["run.seed"], head["run.batches"]), path)
     if group.rank == 0:
         stored = source_of(path).numbers
@@ -110,7 +110,7 @@ def loaded(path: Path, state: Any, origin: Origin) -> tuple[Any, dict[str, Any]]
     return loaded_state, head
 
 
-def _head(path: Path) -> dict[str, Any]:
+def _run_info(path: Path) -> dict[str, Any]:
     """The contents of a checkpoint apart from the state, by name."""
     numbers = source_of(path).numbers
     lacks = [name for name, kind in HEAD.items() if not isinstance(numbers.get(name), kind)]

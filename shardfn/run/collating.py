@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from shardfn.quoting import listed
-from shardfn.transforms.fitting import written
+from shardfn.transforms.fitting import path_text
 
 SIZES = 64  # at most so many dimensions of a batch are compared between ranks
 KNOWN = {"attention_mask": 0, "labels": -100, "token_type_ids": 0}  # as tokenizers of transformers pad
@@ -51,13 +51,13 @@ class Lengths:
             dims = slice(position, position := position + len(shape_of(leaf)))
             same = min_sizes[dims] == max_sizes[dims]
             target = max_sizes[dims]
-            filled.append(leaf if same else _filled(leaf, target, self._value(path, leaf, target, name)))
+            filled.append(leaf if same else _padded(leaf, target, self._value(path, leaf, target, name)))
         return optree.tree_unflatten(tree, filled)
 
     def _value(self, path: tuple[Any, ...], leaf: Any, max_sizes: Sequence[int], name: str) -> float:
         assert self.values is not None, "somebody asked for padding"
         key = path[-1] if path else "x"
-        integral = not described(leaf).startswith(("float", "bfloat", "complex"))
+        integral = not describe_leaf(leaf).startswith(("float", "bfloat", "complex"))
         value = self.values.get(key)
         if value is None and integral:  # a default of 0 could be wrong for floats, as in an additive attention mask
             known = {**KNOWN, **{end: value for end, value in self.values.items() if isinstance(end, str)}}
@@ -65,15 +65,15 @@ class Lengths:
         if value is None or (integral and value != int(value)):
             wrong = f"pad[{key!r}]={value} is no whole number"
             reason = "nothing says what to fill it with" if value is None else wrong
-            dtype, dims = described(leaf).partition(" ")[0], ", ".join(map(str, max_sizes))
+            dtype, dims = describe_leaf(leaf).partition(" ")[0], ", ".join(map(str, max_sizes))
             raise ValueError(
-                f"{name}: batch{written(path)}, {dtype}, has different sizes on other ranks, up to [{dims}], and "
+                f"{name}: batch{path_text(path)}, {dtype}, has different sizes on other ranks, up to [{dims}], and "
                 f"{reason}: pass pad={{{key!r}: ...}}, by the leaf's last key"
             )
         return value
 
 
-def _filled(leaf: Any, sizes: Sequence[int], value: float) -> Any:
+def _padded(leaf: Any, sizes: Sequence[int], value: float) -> Any:
     missing = [size - have for size, have in zip(sizes, leaf.shape, strict=False)]
     if isinstance(leaf, np.ndarray):
         return np.pad(leaf, [(0, n) for n in missing], constant_values=value)
@@ -135,7 +135,7 @@ def kinds_but_sizes(batch: Any) -> list[str]:
     for name, leaf in named_leaves(batch):
         shape = shape_of(leaf)
         dims_so_far += len(shape)
-        kind = described(leaf)
+        kind = describe_leaf(leaf)
         text = f"{kind.partition(' ')[0]} {len(shape)}-d" if shape and dims_so_far <= SIZES else kind
         lines.append(f"{name} {text}".lstrip())
     return lines
@@ -170,10 +170,10 @@ def collated(rows: list[Any], numbers: Sequence[int], collate: Collate | None) -
     try:
         return default_collate(rows)
     except (RuntimeError, TypeError, ValueError, KeyError, IndexError) as error:
-        raise _difference(rows, numbers) or error from error
+        raise _row_difference(rows, numbers) or error from error
 
 
-def _difference(rows: list[Any], numbers: Sequence[int]) -> Exception | None:
+def _row_difference(rows: list[Any], numbers: Sequence[int]) -> Exception | None:
     """An error that names the first row whose leaves differ from those of the first row."""
     first = kinds(rows[0])
     for row, number in zip(rows[1:], numbers[1:], strict=True):
@@ -204,7 +204,7 @@ def masked(batch: Any, real: Any) -> Any:
     return (*batch, mask) if isinstance(batch, (tuple, list)) else (batch, mask)
 
 
-def joined(batches: Sequence[Any]) -> Any:
+def join_batches(batches: Sequence[Any]) -> Any:
     """Concatenates batches along dim 0.
 
     Raises:
@@ -243,12 +243,12 @@ def digest(tree: Any) -> int:
     leaves, structure = optree.tree_flatten(tree, none_is_leaf=True)
     hasher = hashlib.blake2b(str(structure).encode(), digest_size=7)
     for leaf in leaves:
-        hasher.update(described(leaf).encode())
-        hasher.update(_bytes(leaf))
+        hasher.update(describe_leaf(leaf).encode())
+        hasher.update(_leaf_bytes(leaf))
     return int.from_bytes(hasher.digest(), "big")
 
 
-def described(leaf: Any) -> str:
+def describe_leaf(leaf: Any) -> str:
     """Dtype and shape of a tensor or array; the type of anything else."""
     if isinstance(leaf, Tensor) and leaf.is_nested:  # its rows have sizes of their own, or symbolic ones
         return f"{str(leaf.dtype).removeprefix('torch.')} [{', '.join([str(leaf.size(0)), *'*' * (leaf.ndim - 1)])}]"
@@ -257,9 +257,9 @@ def described(leaf: Any) -> str:
     return type(leaf).__name__
 
 
-def _bytes(leaf: Any) -> bytes:
+def _leaf_bytes(leaf: Any) -> bytes:
     if isinstance(leaf, Tensor) and _in_parts(leaf):
-        return b"".join(map(_bytes, _parts(leaf)))
+        return b"".join(map(_leaf_bytes, _dense_parts(leaf)))
     if isinstance(leaf, Tensor):
         flat = leaf.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
         return flat.view(torch.uint8).numpy().tobytes()
@@ -274,7 +274,7 @@ def _in_parts(x: Tensor) -> bool:
     return x.layout is not torch.strided or x.is_nested or x.is_quantized or x.is_meta
 
 
-def _parts(x: Tensor) -> Sequence[Tensor]:
+def _dense_parts(x: Tensor) -> Sequence[Tensor]:
     """The dense tensors of which a sparse or nested tensor consists; none for other kinds."""
     if x.is_nested:
         return x.unbind()
@@ -291,15 +291,15 @@ def _parts(x: Tensor) -> Sequence[Tensor]:
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     """The leaves of a pytree, None included, each with its path as Python writes it."""
     paths, leaves, _ = optree.tree_flatten_with_path(tree, none_is_leaf=True)
-    return [(written(path), leaf) for path, leaf in zip(paths, leaves, strict=True)]
+    return [(path_text(path), leaf) for path, leaf in zip(paths, leaves, strict=True)]
 
 
 def kinds(batch: Any) -> list[str]:
     """One line for each leaf of a batch: `['x'] float32 [8, 3]`."""
-    return [f"{name} {described(leaf)}".lstrip() for name, leaf in named_leaves(batch)]
+    return [f"{name} {describe_leaf(leaf)}".lstrip() for name, leaf in named_leaves(batch)]
 
 
-def rows_of(batch: Any) -> list[int]:
+def row_digests(batch: Any) -> list[int]:
     """A digest of each row along dim 0; one of the whole batch if its leaves do not share a dim 0."""
     leaves = [x for x in optree.tree_leaves(batch) if isinstance(x, (Tensor, np.ndarray))]
     if any(isinstance(x, Tensor) and _in_parts(x) for x in leaves):

@@ -80,7 +80,7 @@ def ahead(open_: Callable[[], Iterator[Any]], depth: int, device: torch.device) 
     copied to pinned memory, from which the device can copy asynchronously.
     """
     shared = _Ahead(queue.Queue(depth), threading.Event())
-    thread = threading.Thread(target=_read, args=(open_, shared, device), name="shardfn-feed", daemon=True)
+    thread = threading.Thread(target=_read_ahead, args=(open_, shared, device), name="shardfn-feed", daemon=True)
     _open[shared] = thread
     thread.start()
     try:
@@ -105,7 +105,7 @@ def _next(shared: _Ahead, thread: threading.Thread) -> Any:
                 raise RuntimeError("the thread that reads batches is gone: threads do not survive a fork") from None
 
 
-def _read(open_: Callable[[], Iterator[Any]], shared: _Ahead, device: torch.device) -> None:
+def _read_ahead(open_: Callable[[], Iterator[Any]], shared: _Ahead, device: torch.device) -> None:
     try:
         devices.use(device)  # pinned memory is of the thread's device
         batches = open_()

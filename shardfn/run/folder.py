@@ -63,7 +63,7 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def chosen(group: RankGroup, folder: Path, resume: Resume) -> Choice:
+def newest_checkpoint(group: RankGroup, folder: Path, resume: Resume) -> Choice:
     """Finds the newest complete checkpoint in a folder, as the first rank sees it.
 
     Raises:
@@ -71,10 +71,12 @@ def chosen(group: RankGroup, folder: Path, resume: Resume) -> Choice:
             `"previous"`; or all are incomplete. The same on every rank.
     """
     task = f"look for checkpoints in {folder}"
-    return group.run_and_gather(task, lambda: _chosen(folder, resume) if group.rank == 0 else Choice(None, {}))[0]
+    return group.run_and_gather(
+        task, lambda: _newest_checkpoint(folder, resume) if group.rank == 0 else Choice(None, {})
+    )[0]
 
 
-def _chosen(folder: Path, resume: Resume) -> Choice:
+def _newest_checkpoint(folder: Path, resume: Resume) -> Choice:
     torn: dict[Path, str] = {}
     for path in reversed(steps_in(folder)):
         flaw = _flaw(path, every_byte=resume == "previous")
@@ -172,7 +174,7 @@ def best_of(best: Any, evaluations: Mapping[str, Any]) -> Best | None:
     return Best(metric, which == "highest")
 
 
-def compared(best: Best | None, evaluation: str, metrics: Mapping[str, Any]) -> None:
+def check_best_metric(best: Best | None, evaluation: str, metrics: Mapping[str, Any]) -> None:
     """Raises ValueError if an evaluation lacks the metric that `best` names."""
     if best is not None and best.metric.startswith(f"{evaluation}/"):
         name = best.metric.removeprefix(f"{evaluation}/")

@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 from shardfn.checkpoint.team import RankGroup, team_of
 from shardfn.optim.torch import comes_later
 from shardfn.quoting import listed
-from shardfn.run.agreeing import REASONS, Failing, Word, WordExchange, common, compare
+from shardfn.run.agreeing import REASONS, Failing, Word, WordExchange, common, compare_arguments
 from shardfn.run.arguments import Evaluation, LoopOptions, Stop, checked_arguments
-from shardfn.run.async_metrics import STEPS, Late, StepFigures, checked
+from shardfn.run.async_metrics import STEPS, Late, StepFigures, checked_metrics
 from shardfn.run.checkpoints import Origin, Saver, loaded
-from shardfn.run.folder import Keeping, Resume, chosen, compared, put_aside
+from shardfn.run.folder import Keeping, Resume, check_best_metric, newest_checkpoint, put_aside
 from shardfn.run.interrupts import Interrupts, ended, refuse
 from shardfn.run.nonfinite import explain, not_numbers, wrong_metrics
 from shardfn.run.randomness import grids, is_exact, place, seed_all
@@ -144,7 +144,7 @@ def loop(
     with Interrupts(options.time_limit, options.save) as interrupts:
         run.interrupts = interrupts
         try:
-            state, first, path = _start(run, state)
+            state, first, path = _initial_state(run, state)
             run.reports.begin(first, options.steps, path)
             if run.saver is not None:
                 run.saver.whole = run.reports.saved
@@ -190,12 +190,12 @@ def _check_options(
         refuse(options.save)
     except (TypeError, ValueError, RuntimeError) as error:
         wrong = error
-    compare(group, facts, wrong)
+    compare_arguments(group, facts, wrong)
     assert options is not None, "`compare` has raised otherwise"
     return *where, options
 
 
-def _start(run: LoopState, state: Any) -> tuple[Any, int, Path | None]:
+def _initial_state(run: LoopState, state: Any) -> tuple[Any, int, Path | None]:
     """The state and the step to begin with, and the checkpoint that they are from, if any.
 
     A new run saves its first state, so that there always is a checkpoint.
@@ -204,7 +204,7 @@ def _start(run: LoopState, state: Any) -> tuple[Any, int, Path | None]:
     if saver is None:
         return state, run.asked.start, None
     run.team.first(f"lock {saver.folder}", saver.lock.acquire)
-    choice = chosen(run.team, saver.folder, run.asked.resume)
+    choice = newest_checkpoint(run.team, saver.folder, run.asked.resume)
     path = choice.path
     if path is None:
         if comes_later(state):
@@ -296,12 +296,12 @@ def _run_step(run: LoopState, state: Any, n: int, first: bool) -> Any:
         run.kinds = run.kinds or kinds
         run.kinds.check(kinds)
     run.late.put(n + 1, metrics)
-    _read(run, n + 1 - STEPS)
+    _read_metrics(run, n + 1 - STEPS)
     run.figures.launched(n + 1, batch)
     return state
 
 
-def _read(run: LoopState, until: int) -> None:
+def _read_metrics(run: LoopState, until: int) -> None:
     for step, metrics in run.late.until(until):
         problems = wrong_metrics(metrics)
         if problems and run.bad is None:
@@ -312,7 +312,7 @@ def _read(run: LoopState, until: int) -> None:
 def _combine_reports(run: LoopState, reached: int) -> Word:
     """The words of all ranks, once each has read all its metrics."""
     with run.failing.reporting():
-        _read(run, run.asked.steps)
+        _read_metrics(run, run.asked.steps)
     return run.exchange.exchange_word(run.rank_report(reached))
 
 
@@ -346,10 +346,10 @@ def _evaluate(run: LoopState, state: Any, step: int) -> None:
     for name in names:
         with run.failing.reporting():
             seed_all(run.asked.seed, name, step, run.stepping.place)
-            metrics = checked(run.asked.evaluate[name][0](state), f"sf.run.loop: evaluate ({name})")
+            metrics = checked_metrics(run.asked.evaluate[name][0](state), f"sf.run.loop: evaluate ({name})")
             if run.interrupts.cut:
                 break
-            compared(run.asked.best, name, metrics)
+            check_best_metric(run.asked.best, name, metrics)
             run.tell(step, {f"{name}/{key}": float(value) for key, value in metrics.items()}, {})
     if names and run.asked.stop is not None:
         with run.failing.reporting():

@@ -19,7 +19,7 @@ from shardfn.checkpoint.team import RankGroup
 from shardfn.debugging import debug
 from shardfn.quoting import listed, short
 from shardfn.run.checkpoints import Saver, loaded
-from shardfn.run.folder import chosen
+from shardfn.run.folder import newest_checkpoint
 from shardfn.run.stepping import Stepping
 from shardfn.tiers import copying
 from shardfn.tiers.tensors import on_disk
@@ -54,7 +54,7 @@ def explain(
             f"{head}; {state_is}. Pass save=folder, and the stage that made it is found by running the steps since the "
             f"last checkpoint again; or run the step under sf.debug(nan=True)"
         )
-    path = chosen(group, saver.folder, True).path
+    path = newest_checkpoint(group, saver.folder, True).path
     assert path is not None, "there is one since the run began"
     state, head_entries = loaded(path, state, saver.origin)
     try:

@@ -63,7 +63,7 @@ class jsonl:
         with self.path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 # After a power failure a file may have zeros in place of a line.
-                line_step = _step(line if number == 1 else line.rstrip(b"\0"))
+                line_step = _line_step(line if number == 1 else line.rstrip(b"\0"))
                 if line_step is None or line_step < last:
                     raise ValueError(
                         f"sf.run.jsonl: line {number} of {self.path} is not a run's metrics, and the file is left "
@@ -101,7 +101,7 @@ class jsonl:
             self._file = None
 
 
-def _step(line: bytes) -> float | None:
+def _line_step(line: bytes) -> float | None:
     """The step of a line; infinity for a truncated line; None if it is not a line of metrics."""
     if not line.endswith(b"\n"):
         return math.inf if line.startswith(_BEGINS) or _BEGINS.startswith(line) else None
@@ -271,7 +271,7 @@ class progress:
 
     def _show(self) -> None:
         self.shown_step = self.step
-        text, left = described(self._shown), self._pace.left(self.steps - self.step)
+        text, left = metrics_line(self._shown), self._pace.left(self.steps - self.step)
         if self._bar is None:
             print(f"step {self.step}/{self.steps}  {text}{left and f'  {left}'}", file=sys.stderr, flush=True)
         else:
@@ -303,10 +303,10 @@ class _Pace:
         return f"{lasting(step_s * steps)} left"
 
 
-def described(metrics: dict[str, float]) -> str:
+def metrics_line(metrics: dict[str, float]) -> str:
     """Metrics as one line: the loss and other metrics first, at most 6, then figures in their units."""
     units: dict[str, Callable[[float], str]] = {
-        "tokens_per_second": lambda x: f"{_short(x)} tokens/s",
+        "tokens_per_second": lambda x: f"{_short_number(x)} tokens/s",
         "seconds": lambda x: f"{x:.3g} s/step",
         "memory_gib": lambda x: f"{x:.2f} GiB",
         "tflops": lambda x: f"{x:.3g} TFLOP/s",
@@ -316,7 +316,7 @@ def described(metrics: dict[str, float]) -> str:
     return "  ".join(other_metrics[:6] + [write(metrics[name]) for name, write in units.items() if name in metrics])
 
 
-def _short(number: float) -> str:
+def _short_number(number: float) -> str:
     for power, letter in ((9, "G"), (6, "M"), (3, "k")):
         if number >= 10**power:
             return f"{number / 10**power:.3g}{letter}"

@@ -18,12 +18,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from shardfn.checkpoint.contents import lack
 from shardfn.quoting import listed, short
-from shardfn.run.collating import Collate, collated, described, digest, kinds, masked
+from shardfn.run.collating import Collate, collated, describe_leaf, digest, kinds, masked
 from shardfn.run.feeding import owned
 from shardfn.run.order import Numbers, Order, Sample, StepRows
 from shardfn.run.randomness import lent_generators, seed_host
 from shardfn.shards.random import mixed
-from shardfn.transforms.fitting import written
+from shardfn.transforms.fitting import path_text
 
 NAME = "sf.run.batches"
 
@@ -52,9 +52,9 @@ class Columns:
         paths, self._leaves, self._structure = optree.tree_flatten_with_path(tree, none_is_leaf=True)
         counts: dict[str, int] = {}
         for path, leaf in zip(paths, self._leaves, strict=True):
-            name = f"source{written(path)}"
+            name = f"source{path_text(path)}"
             if not isinstance(leaf, (Tensor, np.ndarray)) or leaf.ndim == 0:
-                shown = "a tensor without dimensions" if isinstance(leaf, (Tensor, np.ndarray)) else described(leaf)
+                shown = "a tensor without dimensions" if isinstance(leaf, (Tensor, np.ndarray)) else describe_leaf(leaf)
                 raise TypeError(
                     f"{NAME}: {name} must be a tensor or an array with rows along dim 0, got {shown}. Pass rows that "
                     f"are objects in a list, or in a data set with __len__ and __getitem__"
@@ -89,11 +89,11 @@ class Columns:
 
     def facts(self) -> list[str]:
         """One line for each tensor or array, to compare between ranks: `source['x']: float32 [100, 3]`."""
-        return [f"{name}: {described(leaf)}" for name, leaf in zip(self._names, self._leaves, strict=True)]
+        return [f"{name}: {describe_leaf(leaf)}" for name, leaf in zip(self._names, self._leaves, strict=True)]
 
     def fingerprint(self) -> str:
         """A digest of dtypes, shapes, and a sample of rows."""
-        return f"{digest((self.read_rows(some_of(self._count)), [described(leaf) for leaf in self._leaves])):014x}"
+        return f"{digest((self.read_rows(some_of(self._count)), [describe_leaf(leaf) for leaf in self._leaves])):014x}"
 
 
 def _no_rows(leaf: Tensor | np.ndarray) -> str:
@@ -133,7 +133,7 @@ def prepared(source: Any) -> Any:
     return source
 
 
-def unwrapped(source: Any, rows: Sequence[int]) -> tuple[Any, list[int]]:
+def below_subsets(source: Any, rows: Sequence[int]) -> tuple[Any, list[int]]:
     """The data set below nested `Subset`s, and the numbers that the rows have in it."""
     numbers = list(rows)
     while type(source) is Subset:
@@ -207,7 +207,7 @@ class BatchReader(Dataset[Any]):
 
     def _collated(self, part: StepRows, step: int) -> Any:
         with lent_generators():
-            rows = _rows(self.source, part, self.order.seed)
+            rows = _read_rows(self.source, part, self.order.seed)
             seed_host(mixed(self.order.seed, "collate", step, self.first))
             return collated_copy(rows, part.rows.tolist(), self.collate)
 
@@ -225,9 +225,9 @@ def collated_copy(rows: list[Any], numbers: Sequence[int], collate: Collate | No
     return batch if collate is None else owned(batch)
 
 
-def _rows(source: Any, part: StepRows, seed: int) -> list[Any]:
+def _read_rows(source: Any, part: StepRows, seed: int) -> list[Any]:
     """Reads rows, each with its own seed; or all at once, with the first's, if the data set has `__getitems__`."""
-    inner, numbers = unwrapped(source, part.rows.tolist())
+    inner, numbers = below_subsets(source, part.rows.tolist())
     seeds = [mixed(seed, "row", *where) for where in zip(part.epochs.tolist(), part.rows.tolist(), strict=True)]
     if callable(getattr(inner, "__getitems__", None)):
         seed_host(seeds[0])
@@ -243,10 +243,10 @@ def _rows(source: Any, part: StepRows, seed: int) -> list[Any]:
                 f"numbers; it gives a list of as many rows. What is to be left out is left out before, as by a Subset"
             )
         return rows
-    return [_row(inner, number, seed) for number, seed in zip(numbers, seeds, strict=True)]
+    return [_read_row(inner, number, seed) for number, seed in zip(numbers, seeds, strict=True)]
 
 
-def _row(source: Any, number: int, seed: int) -> Any:
+def _read_row(source: Any, number: int, seed: int) -> Any:
     seed_host(seed)
     try:
         return source[number]
@@ -269,9 +269,9 @@ def sampled(source: Any, seed: int) -> tuple[str, list[str]]:
         return source.fingerprint(), [_facts(source, source[0])]
     probes, facts = list[int](), list[str]()
     for row in some_of(len(source)).tolist():
-        inner, (number,) = unwrapped(source, [row])
+        inner, (number,) = below_subsets(source, [row])
         with lent_generators():
-            first, second = (_row(inner, number, mixed(seed, "probe", row)) for _ in range(2))
+            first, second = (_read_row(inner, number, mixed(seed, "probe", row)) for _ in range(2))
         facts = facts or [_facts(source, first)]
         probes.append(digest(first) if digest(first) == digest(second) else -1)
     return f"{digest([len(source), *probes]):014x}", facts
@@ -284,7 +284,7 @@ def _facts(source: Any, row: Any) -> str:
 def by_workers(data: Dataset[Any], steps: Iterable[int] | None, workers: int, prefetch: int) -> Iterator[Any]:
     """Yields what a data set gives for each step, or its own items if `steps` is None, read by torch workers."""
     loader: DataLoader[Any] = DataLoader(
-        data, batch_size=None, sampler=cast(Any, steps), num_workers=workers, collate_fn=_same,
+        data, batch_size=None, sampler=cast(Any, steps), num_workers=workers, collate_fn=_unchanged,
         prefetch_factor=max(1, prefetch), generator=torch.Generator(),  # the default would draw from torch's own
         worker_init_fn=_shield_from_signals,
     )  # fmt: skip
@@ -301,5 +301,5 @@ def _shield_from_signals(_: int) -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
-def _same(batch: Any) -> Any:
+def _unchanged(batch: Any) -> Any:
     return batch

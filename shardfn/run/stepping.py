@@ -15,7 +15,7 @@ from torch import Tensor
 from shardfn.check.findings import VaryingError, VaryingWarning
 from shardfn.compat import loaders
 from shardfn.quoting import findings, listed
-from shardfn.run.async_metrics import checked
+from shardfn.run.async_metrics import checked_metrics
 from shardfn.run.randomness import Generators, seed_all
 from shardfn.shards.replicated import checksum
 
@@ -87,7 +87,7 @@ class Stepping:
         if not isinstance(result, tuple) or len(result) != 2:
             content = f"{len(result)} values" if isinstance(result, tuple) else f"a {type(result).__name__}"
             raise TypeError(f"sf.run.loop: step returned {content}, not two values, (state, metrics)")
-        return result[0], checked(result[1], "sf.run.loop: step"), batch
+        return result[0], checked_metrics(result[1], "sf.run.loop: step"), batch
 
 
 @contextlib.contextmanager
@@ -120,13 +120,13 @@ class Unchanged:
 
     def before(self, state: Any) -> list[tuple[Tensor, int]]:
         """The tensors of a state and their versions; empty if there is nothing to find."""
-        return [] if self.calls == FEW else _versions(state)
+        return [] if self.calls == FEW else _with_versions(state)
 
     def after(self, before: list[tuple[Tensor, int]], state: Any) -> bool:
         """Whether it is found now. Graphs write without a new version, so values are compared, too."""
         if not before:
             return False
-        versions = _versions(state)
+        versions = _with_versions(state)
         same = len(versions) == len(before) and all(
             x is y and n == m for (x, n), (y, m) in zip(versions, before, strict=True)
         )
@@ -141,7 +141,7 @@ FEW = 3  # calls
 UNCHANGED = "Return the state that the optimizer's step returned; with donate=False that is a new one"
 
 
-def _versions(state: Any) -> list[tuple[Tensor, int]]:
+def _with_versions(state: Any) -> list[tuple[Tensor, int]]:
     tensors = (x for x in optree.tree_leaves(state) if isinstance(x, Tensor))
     return [(x, 0 if x.is_inference() else x._version) for x in tensors]
 
@@ -203,10 +203,10 @@ class Kinds:
 def kinds_of(state: Any) -> Kinds:
     """The `Kinds` of a state."""
     leaves, tree = optree.tree_flatten(state)
-    return Kinds(tree, tuple(map(_kind, leaves)))
+    return Kinds(tree, tuple(map(_leaf_text, leaves)))
 
 
-def _kind(leaf: Any) -> str:
+def _leaf_text(leaf: Any) -> str:
     if isinstance(leaf, Tensor):
         return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
     return "a torch.Generator" if isinstance(leaf, torch.Generator) else f"a {type(leaf).__name__}"

@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from shardfn.quoting import listed, short
 from shardfn.run.batch_consistency import Read, State
-from shardfn.run.collating import Collate, digest, joined, masked
+from shardfn.run.collating import Collate, digest, join_batches, masked
 from shardfn.run.feeding import ahead, locked, owned
 from shardfn.run.order import Remainder, permuted
 from shardfn.run.randomness import lent_generators, seed_host
@@ -153,7 +153,7 @@ class Streamed:
                 yield State.END, None
                 return
             full = State.BATCH if State.BATCH in states else State.FILLED
-            yield full, joined([batch for _, batch in turn])
+            yield full, join_batches([batch for _, batch in turn])
 
     def steps(self, start: int, lanes: range) -> Generator[tuple[State, Any]]:
         """Yields the batches of the rows that come from these lanes."""

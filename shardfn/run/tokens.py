@@ -55,7 +55,7 @@ def write_tokens(
             range.
         TypeError: a document is not a sequence of ints.
     """
-    path, kind = local_path(path, "write_tokens: path"), _dtype(dtype)
+    path, kind = local_path(path, "write_tokens: path"), _token_dtype(dtype)
     limits = np.iinfo(kind)
     if separator is not None and not limits.min <= separator <= limits.max:
         raise ValueError(f"write_tokens: separator={separator} does not fit into {dtype}")
@@ -89,7 +89,7 @@ def write_tokens(
     return count
 
 
-def _dtype(name: str) -> np.dtype[Any]:
+def _token_dtype(name: str) -> np.dtype[Any]:
     if name not in DTYPES:
         raise ValueError(f"write_tokens: dtype={name!r}; a file of tokens has one of {', '.join(DTYPES)}")
     return np.dtype(name).newbyteorder("<")
@@ -141,7 +141,7 @@ class TokenFile:
         if facts["version"] != VERSION:
             raise ValueError(f"{self.path} is of version {facts['version']}, and this shardfn reads version {VERSION}")
         self.count, self.documents, self.checksum = facts["tokens"], facts["documents"], facts["checksum"]
-        self._dtype = _dtype(facts["dtype"])
+        self._dtype = _token_dtype(facts["dtype"])
         nbytes = self.count * self._dtype.itemsize
         self._after = HEADER + nbytes + -nbytes % 8
         expected, size = self._after + 8 * (self.documents + 1), self.path.stat().st_size

@@ -14,10 +14,10 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardfn.plans.machines import Chip, Links
-from shardfn.plans.plan import StepPlan
-from shardfn.plans.timeline import Timeline
-from shardfn.shapes.settings import Setting, planned
+from shardfn.plan.machines import Chip, Links
+from shardfn.plan.plan import StepPlan
+from shardfn.plan.timeline import Timeline
+from shardfn.shapes.settings import Setting, plan_shape
 from shardfn.shapes.sizes import Shape
 
 PERIOD = 2  # blocks after which all is as before: those of a ring take turns with its two buffers
@@ -74,7 +74,7 @@ def extrapolated(shape: Shape, setting: Setting, links: Links | str, chip: Chip 
     near = 4 if setting.tiers or setting.remat == "offload" else 2
     low = 2 * near + shape.layers % PERIOD
     if shape.layers <= low + PERIOD:
-        plan = planned(shape, setting)
+        plan = plan_shape(shape, setting)
         return figures(plan, plan.timed(links, chip))
     fixed = tuple((name, tuple(x.items()) if isinstance(x, dict) else x) for name, x in vars(setting).items())
     plans = [_shallow(replace(shape, layers=layers), fixed) for layers in (low, low + PERIOD)]
@@ -107,7 +107,7 @@ def extrapolated(shape: Shape, setting: Setting, links: Links | str, chip: Chip 
 def _shallow(shape: Shape, setting: tuple[tuple[str, Any], ...]) -> StepPlan:
     """The plan for a setting's items, of which those that are dicts are tuples of items, so that it is a key."""
     facts: dict[str, Any] = {name: dict(x) if isinstance(x, tuple) else x for name, x in setting}
-    return planned(shape, Setting(**facts))
+    return plan_shape(shape, Setting(**facts))
 
 
 def _peaks(plan: StepPlan, near: int) -> dict[tuple[object, ...], Counter[str]]:

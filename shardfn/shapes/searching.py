@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from shardfn.plans.fits import RESERVE, size_of
-from shardfn.plans.machines import Chip, Links
+from shardfn.plan.fits import RESERVE, size_of
+from shardfn.plan.machines import Chip, Links
 from shardfn.shapes.extrapolating import PlanFigures, extrapolated
 from shardfn.shapes.settings import Setting, dtype_of
 from shardfn.shapes.sizes import Shape

@@ -19,12 +19,12 @@ from shardfn.collectives.functional import psum
 from shardfn.mesh.make import make_mesh
 from shardfn.mesh.spec import P
 from shardfn.optim.optimizer import Optimizer
-from shardfn.plans.plan import StepPlan
-from shardfn.plans.planning import plan_mode, plan_step
+from shardfn.plan import planning
+from shardfn.plan.plan import StepPlan
 from shardfn.quoting import listed, short
 from shardfn.shapes import transformer
 from shardfn.shapes.sizes import Shape
-from shardfn.shards.placement import Placement, Tier, ddp, strategy
+from shardfn.shards.placement import Placement, Tier, ddp, from_name
 from shardfn.shards.sharding import shard
 from shardfn.transforms.accumulate import accumulate
 from shardfn.transforms.autodiff import value_and_grad
@@ -92,7 +92,7 @@ class Setting:
                 f"'shard', and also over 'tensor', such as replica=128,shard=8"
             )
         both = {"shard": "shard", "replica": "replica"}
-        chosen = strategy(self.strategy, **({"shard": self.data[0]} if len(self.data) == 1 else both))
+        chosen = from_name(self.strategy, **({"shard": self.data[0]} if len(self.data) == 1 else both))
         return chosen.with_tiers(**self.tiers) if self.tiers else chosen
 
     def __str__(self) -> str:
@@ -104,7 +104,7 @@ class Setting:
         return ", ".join([f"{self.strategy} on {axes}", f"batch={self.batch}", *more])
 
 
-def planned(shape: Shape, setting: Setting, rank: int = 0) -> StepPlan:
+def plan_shape(shape: Shape, setting: Setting, rank: int = 0) -> StepPlan:
     """Plans a step that trains a known model: forward, backward and update.
 
     Raises:
@@ -129,7 +129,7 @@ def planned(shape: Shape, setting: Setting, rank: int = 0) -> StepPlan:
         loss = transformer.loss_of(shape, tensor, setting.data, **options)
         return params, (), lambda params, _, *batch: loss(params, *batch)
 
-    return _planned(shape.name, length, setting, rank, build)
+    return _plan_model(shape.name, length, setting, rank, build)
 
 
 def planned_config(path: Path, setting: Setting, rank: int = 0) -> StepPlan:
@@ -141,7 +141,7 @@ def planned_config(path: Path, setting: Setting, rank: int = 0) -> StepPlan:
         rank: whose plan it is.
 
     Raises:
-        OSError, ValueError: there is no such configuration; or as `planned`.
+        OSError, ValueError: there is no such configuration; or as `plan_shape`.
         ModuleNotFoundError: transformers is missing.
     """
     if find_spec("transformers") is None:
@@ -190,10 +190,10 @@ def planned_config(path: Path, setting: Setting, rank: int = 0) -> StepPlan:
         return shard(adapters, mesh, ddp(setting.data)), params, loss
 
     name = short(getattr(config, "_name_or_path", "") or str(path), 60)
-    return _planned(name, length, setting, rank, build)
+    return _plan_model(name, length, setting, rank, build)
 
 
-def _planned(name: str, length: int, setting: Setting, rank: int, build: Callable[..., Any]) -> StepPlan:
+def _plan_model(name: str, length: int, setting: Setting, rank: int, build: Callable[..., Any]) -> StepPlan:
     """Plans a step of a model, of which `build` makes the trained tree, the frozen tree and the loss."""
     placement, dtype = setting.placement(), dtype_of(setting.dtype)
     if setting.optimizer not in OPTIMIZERS:
@@ -202,7 +202,7 @@ def _planned(name: str, length: int, setting: Setting, rank: int, build: Callabl
         raise ValueError(f"a batch of {setting.batch} cannot be split into {setting.micro} equal micro-batches")
     optimizer: Optimizer = getattr(optim, setting.optimizer)(1e-4)
     remat = {"off": False, "on": True, "offload": "offload"}[setting.remat]
-    with plan_mode(setting.ranks, rank, per_node=setting.per_node) as device:
+    with planning.mode(setting.ranks, rank, per_node=setting.per_node) as device:
         axes: dict[str, Any] = dict(setting.mesh)
         mesh = make_mesh(**axes)
         params, frozen, loss = build(mesh, placement, remat=remat, gather_dtype=dtype, input_dtype=dtype)
@@ -220,7 +220,7 @@ def _planned(name: str, length: int, setting: Setting, rank: int, build: Callabl
             return value, *optimizer.step(params, grads, state)
 
         tokens = torch.zeros(setting.batch, length, dtype=torch.int64, device=device.name)
-        return replace(plan_step(step, params, state, frozen, tokens, tokens.clone()), name=name)
+        return replace(planning.step(step, params, state, frozen, tokens, tokens.clone()), name=name)
 
 
 def dtype_of(name: str) -> torch.dtype:

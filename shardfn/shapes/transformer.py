@@ -133,7 +133,7 @@ def _block(shape: Shape, tensor: AxisName) -> Callable[..., Tensor]:
         x = x + (y + pvary(p["o_bias"], tensor) if shape.gpt else y)
         h = _normed(shape, x, *norms[2:])  # type: ignore[arg-type]
         if shape.experts:
-            return x + _mixed(shape, p, h)
+            return x + _mixture(shape, p, h)
         h = parallel.to_parallel(h, tensor, sequence=sequence)
         y = parallel.from_parallel(_fed(shape, p, h), tensor, sequence=sequence)
         return x + (y + pvary(p["down_bias"], tensor) if shape.gpt else y)
@@ -147,7 +147,7 @@ def _fed(shape: Shape, p: Params, h: Tensor) -> Tensor:
     return (F.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
 
 
-def _mixed(shape: Shape, p: Params, h: Tensor) -> Tensor:
+def _mixture(shape: Shape, p: Params, h: Tensor) -> Tensor:
     """A mixture whose experts all get equally many tokens, as a balanced router gives them."""
     tokens = h.flatten(0, 1)[None]
     routing = parallel.route(tokens, p["router"], shape.chosen)

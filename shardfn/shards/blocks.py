@@ -90,7 +90,7 @@ def runs(unit: Unit) -> Runs:
     return _runs(unit.layout, unit.entries, unit.start, unit.stop, process_groups.global_rank())
 
 
-def count(unit: Unit) -> int:
+def num_blocks(unit: Unit) -> int:
     """Number of blocks of a unit on this rank."""
     all_runs = runs(unit)
     return all_runs[-1].at + all_runs[-1].blocks if all_runs else 0

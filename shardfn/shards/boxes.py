@@ -85,7 +85,7 @@ def steps(box: Box, max_elements: int, start: int = 0, stop: int | None = None) 
             yield part.translated(box.offsets)
 
 
-def runs(box: Box, shape: Sequence[int]) -> tuple[int, Iterator[int]]:
+def box_runs(box: Box, shape: Sequence[int]) -> tuple[int, Iterator[int]]:
     """A box as contiguous runs in row-major order: the length of each, and the index at which each begins."""
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     cut = len(shape)

@@ -110,11 +110,11 @@ def _init_tensors(makers: Any, path: str, seed: int, fill: Fill | None) -> Any:
         names.add(name)
         if isinstance(leaf, Tensor):
             refuse_sparse(name, leaf)
-            tensors.append(_filled(fill, name, leaf, seed) if fill and leaf.is_meta else leaf)
+            tensors.append(_checked_fill(fill, name, leaf, seed) if fill and leaf.is_meta else leaf)
         elif is_packed(leaf):
             if fill and leaf.is_meta:  # `fill` makes the parameter itself, which is then quantized
                 template = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
-                leaf = pack(_filled(fill, name, template, seed), leaf.format)
+                leaf = pack(_checked_fill(fill, name, template, seed), leaf.format)
             tensors.append(leaf)
         elif callable(leaf):
             tensors.append(_init_tensors(_init_tensor(leaf, name, seed), name, seed, fill))
@@ -126,7 +126,7 @@ def _init_tensors(makers: Any, path: str, seed: int, fill: Fill | None) -> Any:
     return optree.tree_unflatten(tree, tensors)
 
 
-def _filled(fill: Fill, name: str, template: Tensor, seed: int) -> Tensor:
+def _checked_fill(fill: Fill, name: str, template: Tensor, seed: int) -> Tensor:
     """The values that `fill` returns for a leaf, with their dtype and shape checked."""
     tensor: Any = _init_tensor(functools.partial(fill, name, template), name, seed)
     if not isinstance(tensor, Tensor) or tensor.dtype != template.dtype:

@@ -359,7 +359,7 @@ def _meant(flat: FlatShard) -> str:
     stage = f"stage {flat.layout.stage!r}" if flat.layout.stage else "the parameters"
     return (
         f"it is this rank's piece of {stage}. A function that shardfn.stage wraps gets the whole parameters, "
-        f"shardfn.unshard(params) gives them, and shardfn.local_parameters(flat) what this rank holds of each"
+        f"shardfn.unshard(params) gives them, and shardfn.shards.local_parameters(flat) what this rank holds of each"
     )
 
 

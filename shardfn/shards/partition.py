@@ -46,7 +46,7 @@ def partition(tree: Any, predicate: Which) -> tuple[Any, Any]:
     """
     leaves, spec = optree.tree_flatten(tree, is_leaf=is_flat)
     which, paths = chosen(predicate, "partition"), names_of(leaves, spec)
-    names = [name for path, leaf in zip(paths, leaves, strict=True) for name, _ in _parameters(path, leaf)]
+    names = [name for path, leaf in zip(paths, leaves, strict=True) for name, _ in _leaf_parameters(path, leaf)]
     if unused := which.unused(names):
         raise ValueError(f"partition: nothing matches {listed(sorted(unused))}; there are {listed(names)}")
     choices = [_chosen(path, leaf, which) for path, leaf in zip(paths, leaves, strict=True)]
@@ -71,7 +71,7 @@ def combine(*trees: Any) -> Any:
     """
     if not trees:
         raise ValueError("combine: there are no trees")
-    flattened = [_places(tree) for tree in trees]
+    flattened = [_flat_tree(tree) for tree in trees]
     full = next((places for places in flattened if all(places.has_places_of(other) for other in flattened)), None)
     if full is None:
         raise ValueError(_different(flattened))
@@ -109,7 +109,7 @@ def flatten_by_path(tree: Any) -> dict[str, Any]:
         >>> combine(flatten_by_path(chosen), rest)
         {'layers': [tensor([1.]), tensor([0.])]}
     """
-    places = _places(tree)
+    places = _flat_tree(tree)
     twice = [path for path, times in Counter(places.paths).items() if times > 1]
     if twice:
         raise ValueError(f"flatten_by_path: two places in the tree have the path {twice[0]!r}: give a key another name")
@@ -139,7 +139,7 @@ class _FlatTree:
         return other.spec == self.spec or (other.by_path and set(other.paths) <= set(self.paths))
 
 
-def _places(tree: Any) -> _FlatTree:
+def _flat_tree(tree: Any) -> _FlatTree:
     accessors, leaves, spec = optree.tree_flatten_with_accessor(tree, is_leaf=is_flat, none_is_leaf=True)
     by_path = type(tree) is dict and all(len(path) == 1 for path in accessors) and all(type(key) is str for key in tree)
     return _FlatTree(tree, list(map(dotted, accessors)), leaves, spec, by_path)
@@ -164,7 +164,7 @@ def _different(trees: Sequence[_FlatTree]) -> str:
     return f"combine: tree {m} has another structure than tree {n}: {both}"
 
 
-def _parameters(path: str, leaf: Any) -> list[tuple[str, tuple[int, ...]]]:
+def _leaf_parameters(path: str, leaf: Any) -> list[tuple[str, tuple[int, ...]]]:
     """The paths and shapes of the parameters of a leaf at this path."""
     if not is_flat(leaf):
         return [(path, tuple(getattr(leaf, "shape", ())))]
@@ -174,7 +174,7 @@ def _parameters(path: str, leaf: Any) -> list[tuple[str, tuple[int, ...]]]:
 def _chosen(path: str, leaf: Any, predicate: Chosen) -> bool:
     if not isinstance(leaf, Tensor) and not is_flat(leaf):
         return False
-    answers = {name: predicate(name, shape) for name, shape in _parameters(path, leaf)}
+    answers = {name: predicate(name, shape) for name, shape in _leaf_parameters(path, leaf)}
     if len(set(answers.values())) > 1:
         chosen = next(path for path, answer in answers.items() if answer)
         rejected = next(path for path, answer in answers.items() if not answer)

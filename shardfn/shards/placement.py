@@ -1,7 +1,7 @@
 """Placements: the axes over which parameters, gradients and optimizer state are sharded, and their memory tiers.
 
 A strategy is a `Placement`, or a function that returns one for each parameter. The functions here return the placements
-that have names, such as `full_shard`; users may write their own. `strategy` finds them by the names of other libraries.
+that have names, such as `full_shard`; users may write their own. `from_name` takes the names of other libraries.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ def keep_of(reshard: Reshard) -> Keep:
     return not reshard if isinstance(reshard, bool) else reshard
 
 
-def _by_name(make: Callable[_Axes, Placement]) -> Callable[_Axes, Placement]:
+def _keywords_only(make: Callable[_Axes, Placement]) -> Callable[_Axes, Placement]:
     """Wraps a strategy so that axes passed by position raise TypeError, as their order could mean either."""
 
     @functools.wraps(make)
@@ -375,7 +375,7 @@ def full_shard(axis: AxisName) -> Placement:
     return Placement(axes=as_names(axis))
 
 
-@_by_name
+@_keywords_only
 def hybrid_shard(*, shard: AxisName, replica: AxisName) -> Placement:
     """Shards as `full_shard` over `shard`, and replicates over `replica` (FSDP's HYBRID_SHARD, HSDP).
 
@@ -397,7 +397,7 @@ def hybrid_shard(*, shard: AxisName, replica: AxisName) -> Placement:
     return Placement(axes=as_names(shard), replicas=as_names(replica))
 
 
-@_by_name
+@_keywords_only
 def hybrid_shard_zero2(*, shard: AxisName, replica: AxisName) -> Placement:
     """As `hybrid_shard`, but gathered parameters are kept for backward (FSDP's _HYBRID_SHARD_ZERO2).
 
@@ -415,7 +415,7 @@ def hybrid_shard_zero2(*, shard: AxisName, replica: AxisName) -> Placement:
     return hybrid_shard(shard=shard, replica=replica).with_reshard(False)
 
 
-@_by_name
+@_keywords_only
 def hfsdp(*, shard: AxisName, replica: AxisName) -> Placement:
     """As `hybrid_shard`, with gradients and optimizer state also sharded over `replica` (Megatron's hybrid FSDP).
 
@@ -435,7 +435,7 @@ def hfsdp(*, shard: AxisName, replica: AxisName) -> Placement:
     return Placement(axes=shard, replicas=replica, gradients=shard + replica)
 
 
-@_by_name
+@_keywords_only
 def hpz(*, shard: AxisName, replica: AxisName) -> Placement:
     """As `full_shard` over both axes; backward gathers over `shard` alone, from a kept copy (ZeRO++'s hpZ).
 
@@ -459,7 +459,7 @@ def hpz(*, shard: AxisName, replica: AxisName) -> Placement:
     return Placement(axes=shard + replica, reshard=shard)
 
 
-@_by_name
+@_keywords_only
 def zeropp(
     *, shard: AxisName, replica: AxisName, gather_format: Format | None = None, reduce_format: Format | None = None
 ) -> Placement:
@@ -549,7 +549,7 @@ def replicate_small(strategy: Strategy, below: int) -> Callable[[str, tuple[int,
     return rule
 
 
-def _plain(name: str) -> str:
+def _normalized(name: str) -> str:
     return re.sub(r"[-_ ]", "", name).lower()
 
 
@@ -575,12 +575,14 @@ _NAMES: dict[str, tuple[Callable[..., Placement], str]] = {
     "zeropp": (zeropp, "zero++ zeroplusplus zero_plus_plus"),
     "mics": (mics, ""),
 }
-_OWN = {_plain(each): (own, each) for own, (_, others) in reversed(_NAMES.items()) for each in (*others.split(), own)}
+_OWN = {
+    _normalized(each): (own, each) for own, (_, others) in reversed(_NAMES.items()) for each in (*others.split(), own)
+}
 """Every name without case and separators: the one in `_NAMES`, and how it is written."""
 _OVER_ALL = ("ddp", "zero1", "zero2", "shard_grad_op", "full_shard")
 
 
-def strategy(name: str, *, shard: AxisName = "shard", replica: AxisName = ()) -> Placement:
+def from_name(name: str, *, shard: AxisName = "shard", replica: AxisName = ()) -> Placement:
     """A strategy by any of its names: PyTorch's, Accelerate's, Lightning's, DeepSpeed's, Hugging Face's or Megatron's.
 
     A name means what it means in its library: `"deepspeed_stage_2"` replicates parameters (`zero2`), `"SHARD_GRAD_OP"`
@@ -602,9 +604,9 @@ def strategy(name: str, *, shard: AxisName = "shard", replica: AxisName = ()) ->
             includes offloading; a hybrid strategy without `replica`.
 
     Example:
-        >>> strategy("HYBRID_SHARD", shard="shard", replica="replica") == hybrid_shard(shard="shard", replica="replica")
+        >>> from_name("HYBRID_SHARD", shard="x", replica="y") == hybrid_shard(shard="x", replica="y")
         True
-        >>> strategy("full_shard auto_wrap") == full_shard("shard")
+        >>> from_name("full_shard auto_wrap") == full_shard("shard")
         True
     """
     canonical = _own_name(name)
@@ -622,7 +624,7 @@ def strategy(name: str, *, shard: AxisName = "shard", replica: AxisName = ()) ->
 def _own_name(name: Any) -> str:
     """The name in `_NAMES` for a name of another library."""
     text = str(getattr(name, "name", name)).removeprefix("ShardingStrategy.").replace("|", " ")  # an enum's, too
-    plain_name = _plain(re.sub(r"(?i)[\s,+]auto[_-]?wrap\b|\bauto[_-]?wrap[\s,+]", " ", text))
+    plain_name = _normalized(re.sub(r"(?i)[\s,+]auto[_-]?wrap\b|\bauto[_-]?wrap[\s,+]", " ", text))
     if plain_name in _OWN:
         return _OWN[plain_name][0]
     if plain_name.isdecimal():

@@ -103,7 +103,7 @@ class DrawContext(modes.DispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        device = torch.device(kwargs["device"]) if kwargs.get("device") is not None else _device_of(args)
+        device = torch.device(kwargs["device"]) if kwargs.get("device") is not None else _first_device(args)
         overload = dispatch.drawing(func)
         if overload is None or device.type == "meta":
             result = func(*args, **kwargs)  # the tag only says that it may draw
@@ -132,5 +132,5 @@ class DrawContext(modes.DispatchMode):
             )
 
 
-def _device_of(args: Any) -> torch.device:
+def _first_device(args: Any) -> torch.device:
     return next((x.device for x in optree.tree_leaves(args) if isinstance(x, Tensor)), torch.device("cpu"))

@@ -72,14 +72,14 @@ def assert_replicated(tree: Any, mesh: DeviceMesh | None = None) -> None:
     if mesh is None:
         raise ValueError("assert_replicated: the tree has no flat shard, so pass the mesh whose ranks compare")
     agree(compared, mesh, "assert_replicated", subject=_TREES)
-    _compare(claims, grid_of(mesh), mesh)
+    _compare_claims(claims, grid_of(mesh), mesh)
 
 
 _TREES = ("the trees", "Every rank passes the same tree, of the same dtypes, shapes and layouts")
 
 
 @at_once()
-def _compare(claims: list[Claim], grid: Grid, mesh: DeviceMesh) -> None:
+def _compare_claims(claims: list[Claim], grid: Grid, mesh: DeviceMesh) -> None:
     rows = gathered(
         torch.tensor([process_groups.global_rank(), *(claim.digest for claim in claims)], device="cpu"), mesh
     )
@@ -113,14 +113,14 @@ def checksum(value: Tensor) -> int:
     data = value.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     words = _WORDS if data.device.type == "cpu" else 16 * _WORDS  # an accelerator is slow at many small sums
     odd = torch.arange(1, 2 * words, 2, device=data.device)  # odd weights, so that the order of words matters
-    sums = [(part * odd[: len(part)]).sum() for part in _parts(data, words)]
+    sums = [(part * odd[: len(part)]).sum() for part in _as_words(data, words)]
     total = 0
     for number in torch.stack(sums).tolist():  # one wait for all of them
         total = (total * 0x9E3779B97F4A7C15 + number) % 2**63
     return total
 
 
-def _parts(data: Tensor, words: int) -> Iterator[Tensor]:
+def _as_words(data: Tensor, words: int) -> Iterator[Tensor]:
     """The bytes as 64-bit integers, and the rest as single bytes."""
     for chunk in portions(data):
         if chunk.storage_offset() % 8:  # a view as int64 must be aligned

@@ -160,11 +160,11 @@ class Rules:
         if not isinstance(strategy, Placement) and (not callable(strategy) or isinstance(strategy, type)):
             raise TypeError(
                 f'a strategy is a Placement, such as shardfn.full_shard("shard"), or a function of path and shape that '
-                f"returns one, not {strategy!r}; names go through shardfn.strategy(...)"
+                f"returns one, not {strategy!r}; names go through shardfn.strategies.from_name(...)"
             )
         if inputs not in ("global", "local"):
             raise ValueError(f'inputs must be "global" or "local", got {inputs!r}')
-        flat_specs: Any = specs if optree.tree_is_leaf(specs) else _places(specs)
+        flat_specs: Any = specs if optree.tree_is_leaf(specs) else _specs_by_path(specs)
         if not isinstance(flat_specs, (P, ByPath, dict)) and (not callable(flat_specs) or isinstance(flat_specs, type)):
             raise TypeError(
                 f"specs must be a P for all parameters, a tree of P, by_path([...]), or a function of path and shape, "
@@ -376,7 +376,7 @@ class Rules:
         return which(path, shape)
 
 
-def _places(tree: Any) -> dict[str, P]:
+def _specs_by_path(tree: Any) -> dict[str, P]:
     """The specs of a tree by their places, each of which is for the parameters there and below.
 
     Raises:

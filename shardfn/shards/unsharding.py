@@ -108,13 +108,13 @@ def _request(tree: Any, mesh: DeviceMesh | None, ranks: Any, only: Which | None,
         request = _Request(
             None if to is None else device_of(to),
             None if ranks is None else targets(ranks, grids),
-            None if only is None else _named(list(map(dotted, accessors)), leaves, chosen(only, "only")),
+            None if only is None else _chosen_names(list(map(dotted, accessors)), leaves, chosen(only, "only")),
         )
     agree([f"ranks={request.ranks}", f"only={sorted(request.names or ())}"], meshes, "unshard", subject=_ARGUMENTS)
     return request
 
 
-def _named(paths: Sequence[str], leaves: Sequence[Any], which: Chosen) -> frozenset[str]:
+def _chosen_names(paths: Sequence[str], leaves: Sequence[Any], which: Chosen) -> frozenset[str]:
     """The names of the chosen parameters."""
     shapes: list[tuple[str, tuple[int, ...]]] = []
     for path, leaf in zip(paths, leaves, strict=True):
@@ -239,10 +239,10 @@ def gathered_to(
     with scope(mesh), torch.no_grad():
         values = on_mesh_device(flat.values.detach(), mesh)
         for target in ranks:
-            outgoing = parts(layout, numbers, me, target)
+            outgoing = sent_parts(layout, numbers, me, target)
             rows = [values[position : position + stop - start] for _, start, stop, position in outgoing]
             sent = rows[0] if len(rows) == 1 else torch.cat([values[:0], *rows])
-            incoming = [(rank, parts(layout, numbers, rank, target) if me == target else []) for rank in members]
+            incoming = [(rank, sent_parts(layout, numbers, rank, target) if me == target else []) for rank in members]
             lengths = [sum(stop - start for _, start, stop, _ in sent_parts) for _, sent_parts in incoming]
             received = functional.ragged_all_to_all(
                 sent, names, [len(sent) if rank == target else 0 for rank in members], lengths
@@ -252,7 +252,7 @@ def gathered_to(
     return full
 
 
-def parts(layout: Layout, numbers: Sequence[int], source: int, target: int) -> list[Part]:
+def sent_parts(layout: Layout, numbers: Sequence[int], source: int, target: int) -> list[Part]:
     """The parts that one rank sends to another: its own elements, unless a rank nearer to the target has them."""
     if not layout.lives_on(source):
         return []

@@ -17,12 +17,12 @@ from torch import Tensor
 from shardfn.compat import dispatch
 
 
-def _names(text: str) -> tuple[str, ...]:
+def _known_ops(text: str) -> tuple[str, ...]:
     """The ops in this list that the installed torch has."""
     return tuple(name for name in text.split() if hasattr(torch.ops.aten, name.partition(".")[0]))
 
 
-LOWER = _names("""
+LOWER = _known_ops("""
 _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
 conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm
 chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
@@ -30,7 +30,7 @@ _scaled_dot_product_flash_attention scaled_dot_product_attention
 """)
 """Those that run in the dtype of the context."""
 
-FLOAT = _names("""
+FLOAT = _known_ops("""
 acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor
 pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm nuclear_norm.dim
 cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss
@@ -42,13 +42,13 @@ _upsample_bicubic2d_aa linalg_matrix_sqrth
 """)
 """Those that run in float32."""
 
-RETURNS_FLOAT = _names("""
+RETURNS_FLOAT = _known_ops("""
 prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
 linalg_matrix_norm.str_ord sum sum.dim_IntList norm.Scalar norm.ScalarOpt_dim
 """)
 """Those that read what they are given, and return float32 if no dtype is asked for."""
 
-WIDEST = _names("""
+WIDEST = _known_ops("""
 addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
 """)
 """Those that run in the widest dtype among their arguments."""
@@ -56,7 +56,7 @@ addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot s
 _casts: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # of parameters, by id, until the outermost context ends
 
 
-def register(device: str) -> torch.library.Library:
+def register_autocast(device: str) -> torch.library.Library:
     """Makes autocast work on the device of this name, which is torch's spare one."""
     rules: dict[str, Callable[..., Any]] = dict.fromkeys(
         LOWER, functools.partial(_in, lambda device, _: torch.get_autocast_dtype(device))

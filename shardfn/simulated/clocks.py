@@ -28,7 +28,7 @@ _LATER = 64  # operations launched after an event's until `query` finds that it 
 Clock = dict[int, int]
 
 
-def _merge(clock: Clock, other: Clock) -> None:
+def _merge_clocks(clock: Clock, other: Clock) -> None:
     for stream, time in other.items():
         if clock.get(stream, 0) < time:
             clock[stream] = time
@@ -185,7 +185,7 @@ class Clocks:
         with self._lock:
             if point.capture != self._capture or (stream in self._captured) != bool(point.capture):
                 self._join(stream, point)
-            _merge(self._clocks[stream], point.clock)
+            _merge_clocks(self._clocks[stream], point.clock)
 
     def _join(self, stream: int, point: Point) -> None:
         if point.capture and point.capture == self._capture and stream != HOST:
@@ -215,7 +215,7 @@ class Clocks:
             times = {other: self._clocks[other].get(other, 0) for other in self._captured}
             loose = [s for s, time in times.items() if s != stream and time > max(known.get(s, 0), self._captured[s])]
             self._capture, self._captured = 0, {}
-            _merge(self._clocks[HOST], known)  # nothing has run, so nothing has to wait for it
+            _merge_clocks(self._clocks[HOST], known)  # nothing has run, so nothing has to wait for it
             return loose
 
     def synchronize(self, stream: int) -> None:
@@ -226,7 +226,7 @@ class Clocks:
         """The host waits for all work."""
         with self._lock:
             for clock in list(self._clocks.values()):
-                _merge(self._clocks[HOST], clock)
+                _merge_clocks(self._clocks[HOST], clock)
 
     def happened(self, point: Point) -> bool:
         """Whether the host finds, by asking, that a point has been reached; it then knows it."""
@@ -235,7 +235,7 @@ class Clocks:
             if any(known.get(stream, 0) < time for stream, time in point.clock.items()):
                 if self.launched < point.launched + _LATER:
                     return False
-                _merge(known, point.clock)
+                _merge_clocks(known, point.clock)
             return True
 
     def known(self, stream: int) -> Clock:
@@ -259,7 +259,7 @@ class Clocks:
             if stream != HOST:
                 if self._captured and stream not in self._captured:
                     raise RuntimeError(f"{what} at {self.where()}: a graph is captured, but not on this stream")
-                _merge(clock, self._clocks[HOST])  # launched after all that the host has waited for
+                _merge_clocks(clock, self._clocks[HOST])  # launched after all that the host has waited for
                 self.launched += 1
             time = clock[stream] = clock.get(stream, 0) + 1
             if not self.watches:

@@ -27,7 +27,7 @@ def tracing() -> bool:
 
 def patches(name: str) -> Iterator[tuple[Any, str, Any]]:
     """The patches of the tracer and the graph compiler, for tensors on the device of this name."""
-    traced, functional, compiled = inductor.traced, inductor.functional, inductor.compiled
+    traced, functional, compiled = inductor.trace_operations, inductor.functional, inductor.compiled
 
     def bare(x: Tensor) -> Tensor:
         if x.device.type != name:
@@ -49,7 +49,7 @@ def patches(name: str) -> Iterator[tuple[Any, str, Any]]:
 
         return run
 
-    yield inductor, "traced", lambda f, tensors: _trace_separately(traced, f, [bare(x) for x in tensors])
+    yield inductor, "trace_operations", lambda f, tensors: _trace_separately(traced, f, [bare(x) for x in tensors])
     yield inductor, "functional", lambda f, tensors: _trace_separately(functional, f, tensors)
     yield inductor, "compiled", in_order
 

@@ -242,7 +242,7 @@ def simulated(
             f"simulated: store must be a torch.distributed store, such as FileStore(path, {ranks}), got "
             f"{type(store).__name__}. All ranks pass the same store"
         )
-    _register()
+    _register_device()
     state, hook = random.getstate(), sys.excepthook  # torch draws from the one, and wraps the other
     device = Device(values or store is not None, count, listener, races)
     if store is not None:
@@ -264,7 +264,7 @@ def simulated(
 
 
 @functools.cache
-def _register() -> Any:
+def _register_device() -> Any:
     """Registers the device; returns what torch forgets with its object."""
     if torch.accelerator.is_available():
         raise RuntimeError(
@@ -276,7 +276,7 @@ def _register() -> Any:
     dispatch.own_kernels(past_modes)
     process_groups.register_fake_backend("simulated", ["cpu", NAME])
     process_groups.register_fake_backend("sent", [NAME], made_up=False)
-    return autocast.register(NAME)
+    return autocast.register_autocast(NAME)
 
 
 @contextlib.contextmanager

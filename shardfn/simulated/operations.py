@@ -32,7 +32,7 @@ NAME = "sim"
 
 _aten: Any = torch.ops.aten
 _DEVICE: Any = torch.ops.prim.device.default
-_TOOLS = tuple(PACKAGE + name for name in ("simulated/", "testing/", "plans/", "quoting.py", "compat/modes.py"))
+_TOOLS = tuple(PACKAGE + name for name in ("simulated/", "testing/", "plan/", "quoting.py", "compat/modes.py"))
 
 _pinned: ByStorage[bool] = ByStorage()
 opened: list[Device] = []  # the one that is simulated now, if one is
@@ -67,7 +67,7 @@ class Operations(modes.DispatchMode):
 
     def _answered(self, device: Device, func: Any, args: Any, kwargs: Any) -> Any:
         if func.namespace in _COLLECTIVES:
-            return _collective(device, func, args, kwargs)
+            return _run_collective(device, func, args, kwargs)
         if func.namespace == ops.LIBRARY.ns:
             with self:
                 return dispatch.in_parts(func, *args, **kwargs)
@@ -77,7 +77,7 @@ class Operations(modes.DispatchMode):
         if launches(func):
             device.operations[func.name()] += 1
         with modes.functions_unseen():
-            answer: Callable[..., Any] = _ANSWERS.get(func, _run)
+            answer: Callable[..., Any] = _ANSWERS.get(func, _run_op)
             out = answer(device, func, args, kwargs)
             device.listener.ran(func, args, kwargs, out)
         return out
@@ -152,7 +152,7 @@ def _used(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]
     return reads, writes
 
 
-def _run(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+def _run_op(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     """The result of an operation on the device. As on any device, host tensors may only be single numbers."""
     if func.is_view or func.namespace == "prim" or func.overloadpacket in _SHAPES:
         return _pretended(device, func, args, kwargs)
@@ -305,7 +305,7 @@ def twin(x: Tensor) -> Tensor | None:
 # --- collectives ---
 
 
-def _collective(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+def _run_collective(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     """A collective runs on a stream of its group, which waits for the current one when it is launched."""
     if func in _QUIET:
         found = device.results.get(args[0])
@@ -402,7 +402,7 @@ def _to_copy(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     (x,), to = args, kwargs.get("device")
     kind, index = None if to is None else torch.device(to).type, device_index(to, device.current.device)
     if kind is None or (kind == x.device.type and (kind != NAME or index == x.device.index)):
-        return _run(device, func, args, kwargs)
+        return _run_op(device, func, args, kwargs)
     dtype, non_blocking = kwargs.get("dtype") or x.dtype, kwargs.get("non_blocking", False)
     if kind == NAME:
         steps = torch.empty_like(x, device="meta").stride()
@@ -416,11 +416,11 @@ def _to_copy(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     return _copied_into(device, host, x, non_blocking)
 
 
-def _copy(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+def _run_copy(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     into, x, *rest = args
     non_blocking = rest[0] if rest else kwargs.get("non_blocking", False)
     if into.device.type == x.device.type and into.device == x.device:
-        return _run(device, func, args, kwargs)
+        return _run_op(device, func, args, kwargs)
     return _copied_into(device, into, x, non_blocking)
 
 
@@ -442,7 +442,7 @@ def _copied_into(device: Device, into: Tensor, x: Tensor, non_blocking: bool) ->
     return into
 
 
-def _empty(device: Device, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+def _empty_result(device: Device, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
     with device.fake_mode:
         return torch.empty(shape, dtype=dtype, device=NAME)
 
@@ -451,9 +451,9 @@ def _sized(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     """A result whose size depends on numbers; without these, as if nothing was zero."""
     device._waited(func.overloadpacket.__name__)
     if device.values:
-        return _run(device, func, args, kwargs)
+        return _run_op(device, func, args, kwargs)
     shape, dtype = _SIZES[func](*args, **kwargs)
-    return _empty(device, *shape, dtype=dtype)
+    return _empty_result(device, *shape, dtype=dtype)
 
 
 _SIZES: dict[Any, Callable[..., tuple[tuple[int, ...], torch.dtype]]] = {
@@ -470,7 +470,7 @@ def _repeat_interleave(device: Device, func: Any, args: Any, kwargs: Any) -> Any
     if size is None:
         device._waited("repeat_interleave")
         size = args[0].numel()
-    return _run(device, func, args, kwargs) if device.values else _empty(device, size)
+    return _run_op(device, func, args, kwargs) if device.values else _empty_result(device, size)
 
 
 def _index(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
@@ -489,8 +489,8 @@ def _index(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
             device._waited("mask as index")
         if not device.values:
             many = index.ndim if masks else 1
-            shown += [_empty(device, *([index.numel()] if masks else index.shape)) for _ in range(many)]
-    return _run(device, func, args if device.values else (x, shown, *rest), kwargs)
+            shown += [_empty_result(device, *([index.numel()] if masks else index.shape)) for _ in range(many)]
+    return _run_op(device, func, args if device.values else (x, shown, *rest), kwargs)
 
 
 def _sparse(device: Device, func: Any, args: Any, kwargs: Any, what: str = "result") -> Any:
@@ -499,11 +499,11 @@ def _sparse(device: Device, func: Any, args: Any, kwargs: Any, what: str = "resu
     )
 
 
-def _embedding(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+def _run_embedding(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     position = [argument.name for argument in func._schema.arguments].index("sparse")
     if any(args[position : position + 1]) or kwargs.get("sparse"):
         _sparse(device, func, args, kwargs, "gradient")
-    return _run(device, func, args, kwargs)
+    return _run_op(device, func, args, kwargs)
 
 
 _SHAPES = {getattr(_aten, name) for name in ("resize_", "set_", "_reshape_alias", "_unsafe_view", "lift_fresh")}
@@ -515,12 +515,12 @@ _NO_KERNEL = _SHAPES | {
 
 _ANSWERS: dict[Any, Callable[..., Any]] = {
     # Zeros of forward mode have memory here: the device knows no tensors without.
-    _aten._efficientzerotensor.default: lambda device, _, *given: _run(device, _aten.zeros.default, *given),
+    _aten._efficientzerotensor.default: lambda device, _, *given: _run_op(device, _aten.zeros.default, *given),
     _aten._local_scalar_dense.default: _item,
     _aten.equal.default: _equal,
     _aten.allclose.default: _equal,
     _aten._to_copy.default: _to_copy,
-    _aten.copy_.default: _copy,
+    _aten.copy_.default: _run_copy,
     **dict.fromkeys(_SIZES, _sized),
     _aten.repeat_interleave.Tensor: _repeat_interleave,
     _aten.index.Tensor: _index,
@@ -528,8 +528,8 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     _aten.index_put_.default: _index,
     _aten._index_put_impl_.default: _index,
     _aten.record_stream.default: lambda device, _, args, kwargs: device.clocks.record(args[0], args[1].stream_id),
-    _aten.embedding.default: _embedding,
-    _aten._embedding_bag.default: _embedding,
+    _aten.embedding.default: _run_embedding,
+    _aten._embedding_bag.default: _run_embedding,
     _aten._to_sparse.default: _sparse,
     _aten._to_sparse.sparse_dim: _sparse,
     _aten._sparse_coo_tensor_with_dims_and_tensors.default: _sparse,
@@ -545,7 +545,7 @@ _SHAPELESS = {  # torch does not know that they return nothing
 def line(of_package: bool = True) -> str:
     """The innermost line of this package outside its testing tools, or otherwise of code that is not a library."""
     other = ""
-    for where, ours in _lines():
+    for where, ours in _stack_lines():
         if ours == of_package:
             return where
         other = other or where
@@ -557,7 +557,7 @@ def users_line() -> str:
     return line(of_package=False)
 
 
-def _lines() -> Iterator[tuple[str, bool]]:
+def _stack_lines() -> Iterator[tuple[str, bool]]:
     """The lines in the call stack, innermost first, and whether each is this package's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -42,14 +42,14 @@ def key_of(func: Any, args: Any, kwargs: Any) -> Any:
     if func.overloadpacket in _PLACING:
         return None
     try:
-        key = func, _described(args), _described(kwargs), torch.get_default_dtype()
+        key = func, _cache_key(args), _cache_key(kwargs), torch.get_default_dtype()
         hash(key)
     except TypeError:
         return None
     return key
 
 
-def _described(value: Any) -> Any:
+def _cache_key(value: Any) -> Any:
     kind = type(value)
     if kind in _PLAIN:
         return kind, value
@@ -58,9 +58,9 @@ def _described(value: Any) -> Any:
             raise TypeError
         return value.shape, value.stride(), value.dtype, value.device
     if isinstance(value, (list, tuple)):
-        return tuple([_described(x) for x in value])
+        return tuple([_cache_key(x) for x in value])
     if isinstance(value, dict):
-        return tuple([(name, _described(x)) for name, x in value.items()])
+        return tuple([(name, _cache_key(x)) for name, x in value.items()])
     raise TypeError  # a storage, say, whose memory a key would keep
 
 

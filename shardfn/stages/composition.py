@@ -38,7 +38,7 @@ def composed(signature: Signature, leaves: Sequence[Any], mesh: DeviceMesh) -> A
         scope(mesh, known_axes(mesh)) if current_mesh() is not mesh else contextlib.nullcontext(),
     ):
         shards = zip(signature.shards, signature.layouts, strict=True)
-        full = [_parameters(leaves[i], layout, options) for i, layout in shards]
+        full = [_gathered_parameters(leaves[i], layout, options) for i, layout in shards]
         parameters = [functorch.unwrapped(p) for ps in full for p in ps]
         compared = per_mesh(mesh, "compared parameters", set[Any])
         before = snapshot(signature, signature.layouts, full, compared, (signature.code, signature.layouts))
@@ -57,7 +57,7 @@ def composed(signature: Signature, leaves: Sequence[Any], mesh: DeviceMesh) -> A
     return cast_all(result, options.output_dtype) if options.output_dtype else result
 
 
-def _parameters(shard: Tensor, layout: Layout, options: Options) -> list[Tensor]:
+def _gathered_parameters(shard: Tensor, layout: Layout, options: Options) -> list[Tensor]:
     """The parameters of a shard, gathered differentiably."""
     lower = (options.gather_dtype or shard.dtype) if shard.dtype.is_floating_point else shard.dtype
     if elsewhere():

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 NOTHING = contextlib.nullcontext()
 
 
-def named(stage: str, backward: bool | None = None) -> Any:
+def attributed(stage: str, backward: bool | None = None) -> Any:
     """A context in which the ledger and the debug mode attribute collectives to a stage."""
     return attributed_to(stage, backward) if open_ledgers or debugging.collectives else NOTHING
 
@@ -390,7 +390,7 @@ class Call:
         """The exit in backward: gathers again, prefetches for earlier calls, and recomputes with `remat`."""
         schedule = self.schedule
         if debugging.nan:
-            self.bad = nonfinite.kinds(nonfinite.not_finite([x for x in cotangents if x is not None]))
+            self.bad = nonfinite.describe_nonfinite(nonfinite.not_finite([x for x in cotangents if x is not None]))
         schedule.end_others(self)
         context = schedule.in_backward(self)
         with entered([context, functorch.outside_transforms()]) if functorch.inside_transform() else context:

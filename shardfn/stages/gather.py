@@ -178,13 +178,13 @@ class Gathered:
         else:
             wire.write(zero_padding(values.to(own_piece.device, non_blocking=True), layout.holes[index]), own_piece)
         if comm is None:
-            _decode(self.buffer, gather)
+            _decode_pieces(self.buffer, gather)
             return
         region = self.buffer.part(*gather.sent, torch.uint8)
         dtype = gather.dtype if wire is None else torch.uint8
         by_purpose = not layout.placement.hierarchical and transport("all_gather", comm) == "direct"
         if not by_purpose and index == comm.axis.size - 1:
-            _tail(gather, region).copy_(_tag(gather, region.device))
+            _tail(gather, region).copy_(_tag_on(gather, region.device))
         if layout.placement.hierarchical:
             hops = [hop for name in reversed(layout.placement.axes) if (hop := by.communicator_of((name,))) is not None]
             work = gather_by_hops(region, index, hops, dtype)
@@ -274,10 +274,10 @@ class _CheckedGather:
             region = self.buffer.part(*self.gather.sent, torch.uint8)
             check(_tail(self.gather, region), functools.partial(_wrong, self.gather))
         if self.gather.wire is not None:
-            _decode(self.buffer, self.gather)
+            _decode_pieces(self.buffer, self.gather)
 
 
-def _decode(buffer: Buffer, gather: Gather) -> None:
+def _decode_pieces(buffer: Buffer, gather: Gather) -> None:
     """Decodes pieces that were gathered in a quantized format."""
     if (wire := gather.wire) is None:
         return
@@ -292,7 +292,7 @@ def _tail(gather: Gather, region: Tensor) -> Tensor:
 
 
 @devices.cached
-def _tag(gather: Gather, device: torch.device) -> Tensor:
+def _tag_on(gather: Gather, device: torch.device) -> Tensor:
     return gather.tag.to(device)
 
 

@@ -74,7 +74,7 @@ class GatherPlan:
         for gather in self.each:
             layout = gather.layout.secondary
             if layout is not None:
-                tag = _tag(layout, gather.wire or gather.dtype, len(gather.tag))
+                tag = _gather_tag(layout, gather.wire or gather.dtype, len(gather.tag))
                 gather = replace(gather, layout=layout, tag=tag)
             gathers.append(gather)
         return GatherPlan(tuple(gathers), self.nbytes)
@@ -108,7 +108,7 @@ def _plan_of(
         wire = wire_of(layout, shard_dtype, format)
         stop = start + layout.padded * dtype.itemsize * moves
         tail = min(layout.padded - layout.total, layout.piece) * dtype.itemsize
-        tag = _tag(layout, dtype if wire is None else wire, min(tail, ALIGNMENT) if wire is None else ALIGNMENT)
+        tag = _gather_tag(layout, dtype if wire is None else wire, min(tail, ALIGNMENT) if wire is None else ALIGNMENT)
         encoded = up(stop)
         gathers.append(Gather(layout, dtype, start, stop, moves, tag, wire, encoded))
         start = encoded if wire is None else up(encoded + layout.size * wire.length)
@@ -128,7 +128,7 @@ def wire_of(layout: Layout, dtype: torch.dtype, format: Format | None) -> Wire |
     return Wire(chosen, layout.piece, ALIGNMENT)
 
 
-def _tag(layout: Layout, sent_as: torch.dtype | Wire, length: int) -> Tensor:
+def _gather_tag(layout: Layout, sent_as: torch.dtype | Wire, length: int) -> Tensor:
     text = repr((layout.stage, layout.entries, layout.placement, layout.padded, sent_as))
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     identity = (digest + repr(layout.stage).encode())[:length]

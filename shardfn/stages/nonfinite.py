@@ -18,7 +18,7 @@ from shardfn.collectives.ledger import unscheduled
 from shardfn.mesh.axes import axis_of
 from shardfn.quoting import listed
 from shardfn.stages.consistency import callers
-from shardfn.stages.replay import kind_of
+from shardfn.stages.replay import tensor_text
 
 
 def after_forward(
@@ -39,9 +39,9 @@ def after_forward(
             origin = f"parameters that were not finite before it ran: {listed(updated, 6)}: the last update made them"
         elif bad_inputs := not_finite(inputs):
             before = "what is before the stage, outside of any other, made them"
-            origin = f"inputs that were not finite ({kinds(bad_inputs)}): {before}"
-        text = f"the forward made {kinds(bad)}, of {origin}"
-    compare(mesh, run, text)
+            origin = f"inputs that were not finite ({describe_nonfinite(bad_inputs)}): {before}"
+        text = f"the forward made {describe_nonfinite(bad)}, of {origin}"
+    raise_nonfinite(mesh, run, text)
 
 
 def after_backward(mesh: DeviceMesh, run: Any, came: str, gradients: Sequence[Sequence[Tensor | None]]) -> None:
@@ -58,27 +58,28 @@ def after_backward(mesh: DeviceMesh, run: Any, came: str, gradients: Sequence[Se
         if came:
             cause = f"a gradient that was not finite when it came in ({came}): what follows the stage made it"
         text = f"the backward made gradients of {listed(paths, 6)} that are not finite, of {cause}"
-    compare(mesh, run, text)
+    raise_nonfinite(mesh, run, text)
 
 
 def not_finite(tensors: Iterable[Tensor]) -> list[Tensor]:
     """The tensors that have a number which is not finite."""
     floating = [x.detach() for x in tensors if (x.is_floating_point() or x.is_complex()) and x.numel()]
-    return [x for x in floating if not bool(torch.isfinite(_wide(x)).all())]
+    return [x for x in floating if not bool(torch.isfinite(_widened(x)).all())]
 
 
-def _wide(x: Tensor) -> Tensor:
+def _widened(x: Tensor) -> Tensor:
     return x.float() if x.is_floating_point() and x.dtype.itemsize == 1 else x
 
 
-def kinds(tensors: Sequence[Tensor]) -> str:
+def describe_nonfinite(tensors: Sequence[Tensor]) -> str:
     """Describes tensors that are not finite, such as `"nan in float32[2, 8]"`."""
     return ", ".join(
-        f"{'nan' if bool(torch.isnan(_wide(x)).any()) else 'inf'} in {kind_of(x.dtype, x.shape)}" for x in tensors
+        f"{'nan' if bool(torch.isnan(_widened(x)).any()) else 'inf'} in {tensor_text(x.dtype, x.shape)}"
+        for x in tensors
     )
 
 
-def compare(mesh: DeviceMesh, run: Any, message: str) -> None:
+def raise_nonfinite(mesh: DeviceMesh, run: Any, message: str) -> None:
     """Raises FloatingPointError on all ranks that run a stage, if any of them found something.
 
     A rank whose own loss does not use the outputs takes part with an empty text.

@@ -21,7 +21,7 @@ from shardfn.collectives.ledger import open_ledgers, record_buffers
 from shardfn.compat import autograd, functorch
 from shardfn.mesh.axes import device_of, sizes
 from shardfn.shards.layout import Layout
-from shardfn.stages.entry_exit import Call, named
+from shardfn.stages.entry_exit import Call, attributed
 from shardfn.stages.gather import Gathered, Gathering, Secondary
 from shardfn.stages.gather_plan import Gather, GatherPlan
 from shardfn.stages.tape import CallTape, Key
@@ -189,7 +189,7 @@ class Prefetch:
         for request in requests:
             gathered = self._find(request.key)
             if gathered is None:
-                with named(request.key[0].stage):
+                with attributed(request.key[0].stage):
                     gathered = self.start(call, request)
                 gathered.of = request.of
             self.buffers.pop(request.key, None)

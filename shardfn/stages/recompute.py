@@ -170,7 +170,7 @@ class Recomputed:
                 raise RuntimeError(other_numbers(self.signature, off))
         kinds = [(shape_of(x), x.dtype) for x, _ in self.again.values()]
         if kinds != self.kinds:
-            first, then = (f"what saves {_described(saved)} for its gradient" for saved in (self.kinds, kinds))
+            first, then = (f"what saves {_kinds_text(saved)} for its gradient" for saved in (self.kinds, kinds))
             raise RuntimeError(other_result(self.signature, first, then))
         operations = autograd.operations(outputs, tensors, last, self.outside)
         if operations != self.operations:
@@ -210,7 +210,7 @@ def _live_placeholders(saved: Sequence[weakref.ref[_Saved]]) -> Iterator[tuple[i
     return enumerate(x for reference in saved if (x := reference()) is not None)
 
 
-def _described(kinds: Sequence[Kind]) -> str:
+def _kinds_text(kinds: Sequence[Kind]) -> str:
     common = 3
     shown = ", ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for shape, dtype in kinds[:common])
     return f"{len(kinds)} tensors ({shown}{', ...' * (len(kinds) > common)})"

@@ -205,7 +205,7 @@ class PendingReduction:
                 self.ends = self.ends and comm.axis.index == comm.axis.size - 1
         if self.marks is not None and self.ends:
             marks = _marks(self.reduction.layout, self.marks, _HOST).to(self.out.dtype)
-            _compare(self.out[len(self.out) - len(marks) :], marks, stage)
+            _compare_marks(self.out[len(self.out) - len(marks) :], marks, stage)
 
 
 def _hop(reduction: Reduction, comm: Communicator, flat: Tensor, into: Tensor | None, memory: _Memory) -> Handle:
@@ -230,7 +230,7 @@ def _marks(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The marks in the padding at the end of the full buffer: 1, then digits that identify the stage.
 
     If all ranks sum the same stage, the sum of the marks is the marks times its first number, the number of
-    ranks. If they sum different stages it is not: `_compare` checks this, without a further collective.
+    ranks. If they sum different stages it is not: `_compare_marks` checks this, without a further collective.
     """
     n = ALIGNMENT // layout.dtype.itemsize
     digest = hashlib.blake2b(repr((layout.stage, layout.entries, layout.padded)).encode(), digest_size=n).digest()
@@ -247,7 +247,7 @@ def _tag(layout: Layout, format: Format, device: torch.device) -> Tensor:
     )
 
 
-def _compare(end: Tensor, marks: Tensor, stage: str) -> None:
+def _compare_marks(end: Tensor, marks: Tensor, stage: str) -> None:
     """Raises RuntimeError unless the marks at a buffer's end belong to one stage on all ranks; sets them to zero."""
 
     def wrong(end: Tensor) -> str | None:
@@ -277,7 +277,7 @@ def _copy(views: list[Tensor], gradients: list[Tensor]) -> None:
         torch._foreach_copy_(into, those)
 
 
-def _spread(layout: Layout, dtype: torch.dtype, memory: Tensor) -> list[Tensor]:
+def _buffer_views(layout: Layout, dtype: torch.dtype, memory: Tensor) -> list[Tensor]:
     """Views of a buffer: each parameter's place, the gaps between them, and the place of the marks."""
     flat = memory[: layout.padded * dtype.itemsize].view(dtype)  # of bytes, or already of this dtype
     marks = layout.padded - ALIGNMENT // layout.dtype.itemsize
@@ -358,14 +358,14 @@ class Reductions:
         buffers: list[Buffer] = []
         if reduction.route.shard is None:  # one rank: the full gradient is the shard's
             flat = torch.empty(layout.padded, dtype=dtype, device=self.device)
-            places = _spread(layout, dtype, flat)
+            places = _buffer_views(layout, dtype, flat)
         else:
             nbytes, template = layout.padded * dtype.itemsize, gradients[0]
             if template is None:
                 template = next((g for g in gradients if g is not None), None)
             buffers = [self._memory(nbytes, torch.empty(0, device=self.device) if template is None else template)]
             flat = buffers[0].part(0, nbytes, dtype)
-            places = buffers[0].views((layout, dtype), lambda memory: _spread(layout, dtype, memory))
+            places = buffers[0].views((layout, dtype), lambda memory: _buffer_views(layout, dtype, memory))
         n, present = len(gradients), [g for g in gradients if g is not None]
         views, gaps, tail = places[:n], places[n:-1], places[-1]
         if len(present) < n:

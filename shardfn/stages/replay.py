@@ -125,7 +125,7 @@ class ResultSignature(NamedTuple):
         )
 
     def __str__(self) -> str:
-        kinds = iter([kind_of(*kind) for kind in self.kinds])
+        kinds = iter([tensor_text(*kind) for kind in self.kinds])
         descriptions = [next(kinds) if leaf is TENSOR else short(repr(leaf), 40) for leaf in self.leaves]
         parts = str(self.tree).removeprefix("PyTreeSpec(").removesuffix(")").split("*")
         if len(parts) == len(descriptions) + 1:
@@ -161,7 +161,7 @@ def shape_of(x: Tensor) -> torch.Size:
     return torch.Size([x.size(0), *[-1] * (x.dim() - 1)]) if x.is_nested else x.shape
 
 
-def kind_of(dtype: torch.dtype, shape: torch.Size) -> str:
+def tensor_text(dtype: torch.dtype, shape: torch.Size) -> str:
     """Describes a tensor: `"float32[2, 8]"`."""
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
@@ -184,7 +184,7 @@ class SampledNumbers:
     """Some of the values that a function returned: all of a small tensor, evenly spaced ones of a large tensor."""
 
     def __init__(self, tensors: Sequence[Tensor | None]) -> None:
-        self.parts = [None if x is None or not _compared(x) else _spread(x).clone() for x in tensors]
+        self.parts = [None if x is None or not _is_compared(x) else _sampled_values(x).clone() for x in tensors]
 
     def off(self, tensors: Sequence[Tensor]) -> Off | None:
         """The first tensor of a second run whose values differ by more than rounding; None if there is none."""
@@ -192,20 +192,20 @@ class SampledNumbers:
             plain = functorch.unwrapped(x.detach())
             if part is None or plain.dtype != part.dtype:
                 continue
-            if (sample := _spread(plain)).shape == part.shape:
+            if (sample := _sampled_values(plain)).shape == part.shape:
                 difference = _relative_difference(sample, part)
                 if not difference <= rounding(part):
-                    return Off(number, kind_of(x.dtype, x.shape), difference)
+                    return Off(number, tensor_text(x.dtype, x.shape), difference)
         return None
 
 
-def _compared(x: Tensor) -> bool:
+def _is_compared(x: Tensor) -> bool:
     """Whether a tensor's values are compared; not those of integers, which differ where rounding decides a tie."""
     plain = type(x) is Tensor and x.layout is torch.strided and not x.is_nested
     return plain and (x.is_floating_point() or x.is_complex()) and x.numel() > 0
 
 
-def _spread(x: Tensor) -> Tensor:
+def _sampled_values(x: Tensor) -> Tensor:
     """Evenly spaced values of a tensor; unlike flattening, it copies no full non-contiguous tensor."""
     step = math.ceil(x.numel() / SAMPLE)
     for dim in range(x.ndim - 1, -1, -1) if not x.is_contiguous() else ():

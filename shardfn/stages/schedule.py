@@ -34,7 +34,7 @@ from shardfn.mesh.scope import independent_axes, refuse_independent, scope
 from shardfn.stages import nonfinite
 from shardfn.stages.composition import transposed
 from shardfn.stages.consistency import callers, compare, lane_state
-from shardfn.stages.entry_exit import Call, named
+from shardfn.stages.entry_exit import Call, attributed
 from shardfn.stages.gather import Gathered, free_left
 from shardfn.stages.gather_plan import Gather, GatherPlan
 from shardfn.stages.prefetch import Prefetch, key_of
@@ -106,7 +106,7 @@ class Schedule(Prefetch):
         asks = self._asks_again(call, records) if packs_places else records and bool(plan.nbytes)
         call.keeps = keeps and (asks is not False or signature.keep == "step")
         call.again = False if call.keeps and asks else asks
-        with named(signature.stage, inside):
+        with attributed(signature.stage, inside):
             result = call.run(leaves, tensor_indices, records)
         if call.nests and call.tape is not None:
             call.ended = len(call.tape.runs) - 0.5  # after the calls that it has made, before the next one
@@ -353,7 +353,7 @@ class Schedule(Prefetch):
                 call.gathered.wait()
             nothing: list[list[Tensor | None]] = [[None] * len(g.layout.entries) for g in call.plan.each]
             if debugging.nan and any(call.trains):
-                nonfinite.compare(self.mesh, call, "")
+                nonfinite.raise_nonfinite(self.mesh, call, "")
             self.catch_up_inside(call)
             if call.step is not None and call.step.graph:
                 with scope(self.mesh):

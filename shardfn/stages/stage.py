@@ -324,14 +324,14 @@ def called_by(
     if schedules is None:
         return composed(signature, leaves, mesh)
     schedule = schedules(mesh)
-    shards, shard_indices = _checked(signature, leaves), set(signature.shards)
+    shards, shard_indices = _checked_shards(signature, leaves), set(signature.shards)
     tensor_indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in shard_indices]
     for i in shard_indices:
         leaves[i] = None
     return schedule.call(signature, leaves, shards, tensor_indices, make)
 
 
-def _checked(signature: Signature, leaves: Sequence[Any]) -> tuple[Tensor, ...]:
+def _checked_shards(signature: Signature, leaves: Sequence[Any]) -> tuple[Tensor, ...]:
     """The shards among the arguments.
 
     Raises:

@@ -20,7 +20,7 @@ from shardfn.debugging import debugging
 from shardfn.mesh.planned import planned
 from shardfn.shards.layout import Layout
 from shardfn.stages.refusals import writes
-from shardfn.stages.replay import kind_of
+from shardfn.stages.replay import tensor_text
 from shardfn.stages.signature import Signature
 
 Parameters = Sequence[Sequence[Tensor]]
@@ -72,7 +72,7 @@ class Snapshot:
                     raise RuntimeError(_assigned(self.signature, path, p, twin))
             number = first_written(self.twins, self.before)
             if number is not None:
-                raise RuntimeError(_written(self.signature, paths[number]))
+                raise RuntimeError(_write_message(self.signature, paths[number]))
         self.passed()
 
 
@@ -120,7 +120,7 @@ def first_written(tensors: Sequence[Tensor], before: Sequence[Any]) -> int | Non
 
 def _assigned(signature: Signature, path: str, after: Tensor, before: Tensor) -> str:
     """The message for a different tensor in `.data`."""
-    was, is_now = (kind_of(x.dtype, x.shape) for x in (before, after))
+    was, is_now = (tensor_text(x.dtype, x.shape) for x in (before, after))
     kinds = "other numbers" if was == is_now else f"{was} before, {is_now} now"
     return (
         f"{signature}: its function puts something else into .data of {path} ({kinds}). It would be lost after "
@@ -129,7 +129,7 @@ def _assigned(signature: Signature, path: str, after: Tensor, before: Tensor) ->
     )
 
 
-def _written(signature: Signature, path: str) -> str:
+def _write_message(signature: Signature, path: str) -> str:
     """The message for a write that autograd did not see."""
     return (
         f"{signature}: its function writes into {path} past autograd, through .data, numpy, an in-place collective or "

@@ -102,13 +102,13 @@ def raise_failures(outcomes: list[Outcome], ranks: tuple[int, ...], task: str, d
     groups: dict[tuple[str, str], list[int]] = {}
     for rank, failure in failures.items():
         groups.setdefault((str(failure), failure.traceback), []).append(rank)
-    lines = [f"{_ranks(culprits)} {phrases[worst]} {task}"]
-    lines += [f"  {_ranks(members)}: {reason}" for (reason, _), members in groups.items()]
-    lines += [f"--- {_ranks(members)} ---\n{stack.rstrip()}" for (_, stack), members in groups.items() if stack]
+    lines = [f"{_ranks_text(culprits)} {phrases[worst]} {task}"]
+    lines += [f"  {_ranks_text(members)}: {reason}" for (reason, _), members in groups.items()]
+    lines += [f"--- {_ranks_text(members)} ---\n{stack.rstrip()}" for (_, stack), members in groups.items() if stack]
     message = "\n".join(lines)
     raise WorldTimeout(message, failures) if worst == "waiting" else WorldError(message, failures)
 
 
-def _ranks(ranks: list[int]) -> str:
+def _ranks_text(ranks: list[int]) -> str:
     numbers = ", ".join(map(str, sorted(ranks)))
     return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"

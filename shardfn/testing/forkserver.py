@@ -47,7 +47,7 @@ class Child:
 
     def exit_code(self, timeout: float) -> int | None:
         """The exit code (negative: the signal), or None if it still runs or its code is unknown."""
-        data = _read(self.status, timeout)
+        data = _read_number(self.status, timeout)
         return int(_NUMBER.unpack(data)[0]) if data else None
 
 
@@ -93,7 +93,7 @@ class ForkServer:
             os.close(status_end)
 
         def wait() -> Child:
-            data = _read(status, _PATIENCE)
+            data = _read_number(status, _PATIENCE)
             if not data:
                 os.close(status)
                 raise RuntimeError("the process that forks ranks has died; its standard error says why")
@@ -113,7 +113,7 @@ class ForkServer:
             self._process.wait()
 
 
-def _read(descriptor: int, timeout: float) -> bytes:
+def _read_number(descriptor: int, timeout: float) -> bytes:
     ready = select.poll()
     ready.register(descriptor, select.POLLIN)
     return os.read(descriptor, _NUMBER.size) if ready.poll(timeout * 1000) else b""

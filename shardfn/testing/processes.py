@@ -145,7 +145,7 @@ def _answer(rank: _Rank) -> tuple[Outcome, int]:
     try:
         if rank.channel.poll():
             groups = int(pickle.loads(rank.channel.recv_bytes()))
-            return serialization.decode(rank.channel.recv_bytes()), groups
+            return serialization.decode_outcome(rank.channel.recv_bytes()), groups
     except (EOFError, ConnectionError):
         pass
     return _obituary(rank), 0
@@ -159,7 +159,7 @@ def _obituary(rank: _Rank) -> Failure:
         message = f"the process was killed by {signal.Signals(-code).name}"
     else:
         message = f"the process exited with code {code}"
-    _, text = stacks.recorded(_log(rank))
+    _, text = stacks.parse_stacks(_log(rank))
     return Failure("died", "ChildProcessError", message, text, ChildProcessError(message))
 
 
@@ -171,7 +171,7 @@ def _stuck(ranks: Sequence[_Rank]) -> dict[int, Outcome]:
             os.kill(rank.child.pid, signal.SIGUSR1)
     failures: dict[int, Outcome] = {}
     for rank in ranks:
-        failures[rank.number] = waiting(*stacks.recorded(_settled(rank, lengths[rank.number])))
+        failures[rank.number] = waiting(*stacks.parse_stacks(_settled(rank, lengths[rank.number])))
     return failures
 
 
@@ -219,7 +219,7 @@ def serve(rank: int, size: int, channel: int, log: int) -> NoReturn:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-    stacks.record(log)
+    stacks.record_stacks(log)
     torch.set_num_threads(1)
     with Connection(channel) as caller, contextlib.suppress(EOFError, BrokenPipeError):
         if size:
@@ -236,7 +236,7 @@ def serve(rank: int, size: int, channel: int, log: int) -> NoReturn:
             call = caller.recv_bytes()
             state.reset()
             with state.filtering(warning_filters):
-                answer = serialization.encode(serialization.perform(call))
+                answer = serialization.encode_outcome(serialization.perform(call))
             caller.send_bytes(pickle.dumps(process_groups.group_count()))
             caller.send_bytes(answer)
             dynamo.free_graphs()

@@ -65,7 +65,7 @@ def perform(call: bytes) -> Outcome:
         return failure_of(error, skip=1)
 
 
-def encode(outcome: Outcome) -> bytes:
+def encode_outcome(outcome: Outcome) -> bytes:
     """An outcome as bytes; a result that cannot be pickled becomes a failure."""
     if isinstance(outcome, Returned):
         try:
@@ -80,8 +80,8 @@ def encode(outcome: Outcome) -> bytes:
     return b"f" + pickle.dumps((dataclasses.replace(outcome, exception=None), exception))
 
 
-def decode(answer: bytes) -> Outcome:
-    """The outcome that `encode` encoded; an exception that cannot be unpickled stays text."""
+def decode_outcome(answer: bytes) -> Outcome:
+    """The outcome that `encode_outcome` encoded; an exception that cannot be unpickled stays text."""
     body = memoryview(answer)[1:]
     if answer[:1] == b"v":
         try:

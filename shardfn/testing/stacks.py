@@ -41,14 +41,14 @@ class Frame:
         return f"{os.path.basename(self.file)}:{self.line}"
 
 
-def record(descriptor: int) -> None:
+def record_stacks(descriptor: int) -> None:
     """Makes this process write its stacks to a file on SIGUSR1 and when it crashes. Call it on the main thread."""
     os.write(descriptor, _MAIN.format(threading.get_ident()).encode())
     faulthandler.enable(descriptor)
     faulthandler.register(signal.SIGUSR1, descriptor)
 
 
-def recorded(text: str) -> tuple[list[Frame], str]:
+def parse_stacks(text: str) -> tuple[list[Frame], str]:
     """The main thread's frames in such a file, innermost first; and a text of all stacks in it."""
     first, _, rest = text.partition("\n")
     # One for each thread, and one for anything before the first.

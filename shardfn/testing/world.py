@@ -71,7 +71,7 @@ class World:
         """
         __tracebackhide__ = True  # pytest shows the caller's line
         outcomes = self._outcomes(fn, args, kwargs)
-        raise_failures(outcomes, self.ranks, _name(fn), self.deadline)
+        raise_failures(outcomes, self.ranks, _function_name(fn), self.deadline)
         return [outcome.value for outcome in outcomes if isinstance(outcome, Returned)]
 
     def errors(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[BaseException | None]:
@@ -151,7 +151,7 @@ def _ranks(size: int, kind: Kind, ranks: Sequence[int] | None) -> tuple[int, ...
     return tuple(ranks)
 
 
-def _name(fn: Callable[..., Any]) -> str:
+def _function_name(fn: Callable[..., Any]) -> str:
     while isinstance(fn, functools.partial):
         fn = fn.func
     name = str(getattr(fn, "__qualname__", type(fn).__qualname__))

@@ -24,7 +24,7 @@ def _libc() -> Any:
     return libc
 
 
-def mapped(descriptor: int, offset: int, nbytes: int) -> int:
+def map_file(descriptor: int, offset: int, nbytes: int) -> int:
     """Maps a stretch of a file and returns its address; writes to the memory are writes to the file.
 
     Raises:
@@ -77,7 +77,7 @@ def private(path: str, inside: int) -> tuple[int, int] | None:
     return None
 
 
-def left(address: int, nbytes: int) -> None:
+def drop_pages(address: int, nbytes: int) -> None:
     """Drops the pages at an address from this process's memory; private changes to them are lost."""
     if _libc().madvise(address, nbytes, mmap.MADV_DONTNEED):
         _fail()

@@ -79,7 +79,7 @@ class FileRange:
 
     def release(self) -> None:
         """Frees the memory of the mapping: of pages read at once, of pages written once they are in the file."""
-        mapping.left(self.address, self.nbytes)
+        mapping.drop_pages(self.address, self.nbytes)
         os.posix_fadvise(self.file.plain, self.offset, self.nbytes, os.POSIX_FADV_DONTNEED)
 
     def clear(self) -> None:
@@ -158,7 +158,7 @@ class File:
                 os.ftruncate(self.plain, self.nbytes + nbytes + ALIGNMENT)
             else:
                 os.posix_fallocate(self.plain, self.nbytes, nbytes + ALIGNMENT)
-            return mapping.mapped(self.plain, self.nbytes, nbytes)
+            return mapping.map_file(self.plain, self.nbytes, nbytes)
         except OSError:
             os.ftruncate(self.plain, self._length)  # frees what was allocated before the failure
             raise

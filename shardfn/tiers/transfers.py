@@ -176,11 +176,11 @@ def _pool() -> queue.SimpleQueue[_TransferPart]:
             for number in range(THREADS):
                 name = f"shardfn-disk-{number}"
                 # Daemon: a thread that hangs on a disk must not keep the process from ending.
-                threading.Thread(target=_serve, args=(tasks, as_here), name=name, daemon=True).start()
+                threading.Thread(target=_run_transfers, args=(tasks, as_here), name=name, daemon=True).start()
         return tasks
 
 
-def _serve(tasks: queue.SimpleQueue[_TransferPart], as_here: Callable[[], None]) -> None:
+def _run_transfers(tasks: queue.SimpleQueue[_TransferPart], as_here: Callable[[], None]) -> None:
     as_here()
     while True:
         tasks.get().run()
@@ -261,7 +261,7 @@ def reading(x: Tensor, min_bytes: int = 0, target: DirectBuffer | None = None) -
     last = -(-place.stop // ALIGNMENT) * ALIGNMENT
     buffer = buffers.acquire(max(last - first, min_bytes)) if target is None else None
     memory = (target or buffer).bytes[: last - first]  # type: ignore[union-attr]
-    parts = _parts(file.read, place.stretch.offset + first, memory, x)
+    parts = _start_parts(file.read, place.stretch.offset + first, memory, x)
     coming = PendingRead(parts, buffer, f"reading {x.nbytes / 1e6:.1f} MB of {file.kind} in {file.folder!r}")
     coming.values = memory[place.start - first : place.stop - first].view(x.dtype).view(x.shape)
     return coming
@@ -294,12 +294,12 @@ def writing(x: Tensor, source: Tensor, min_bytes: int = 0, after: Any = None) ->
         payload = plain
     memory = payload.as_strided((len(plain) + padding,), (1,))
     description = f"writing {x.nbytes / 1e6:.1f} MB of {file.kind} in {file.folder!r}"
-    transfer = Transfer(_parts(file.write, offset, memory, (x, source), after), buffer, description)
+    transfer = Transfer(_start_parts(file.write, offset, memory, (x, source), after), buffer, description)
     torch.autograd.graph.increment_version(x)
     return transfer
 
 
-def _parts(move: Move, offset: int, memory: Tensor, keeps: Any = None, after: Any = None) -> list[Any]:
+def _start_parts(move: Move, offset: int, memory: Tensor, keeps: Any = None, after: Any = None) -> list[Any]:
     """Starts a transfer in parts, which begin at aligned offsets; they keep `keeps` alive."""
     if planned():  # there are no values
         return []

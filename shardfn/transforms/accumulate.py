@@ -148,7 +148,7 @@ def accumulate(
                 result = f(params, *part) if isinstance(part, tuple) else f(params, part)
                 return _total_and_count(result, has_aux, name)
 
-        described = [_called(f), f"has_aux={has_aux}"]
+        described = [_function_id(f), f"has_aux={has_aux}"]
         total, auxes, gradient, number = exact.part_by_part(of_part, batch, params, described, name)
         return number, ((total, auxes) if has_aux else total, gradient)
 
@@ -168,7 +168,7 @@ def accumulate(
                 f"accumulate: micro='auto' with {name} under a torch.func transform, or with parameters that something "
                 f"outside differentiates: what runs out of memory there cannot run again. Pass a number: micro=2"
             )
-        described = [_called(f), f"defer={defer!r}", f"has_aux={has_aux}"]
+        described = [_function_id(f), f"defer={defer!r}", f"has_aux={has_aux}"]
         return fitted(lambda parts: summed(params, parts), microbatches, micro, params, described, name)
 
     accumulation = Accumulation(accumulated)
@@ -182,7 +182,7 @@ def _differentiated(params: Any) -> bool:
     return functorch.inside_transform() or outside or functorch.inside_forward_mode()
 
 
-def _called(f: Callable[..., Any]) -> str:
+def _function_id(f: Callable[..., Any]) -> str:
     """An identifier of a function by its code: the same on every rank, and each time the function is made."""
     while isinstance(f, functools.partial):
         f = f.func

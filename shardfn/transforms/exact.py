@@ -25,7 +25,7 @@ from shardfn.shards.layout import Layout
 from shardfn.shards.random import mixed
 from shardfn.tiers.streaming import in_place
 from shardfn.transforms.autodiff import Variables, detached, follow, totals, unshared
-from shardfn.transforms.fitting import Batch, agreed_batch, program_ranks, written
+from shardfn.transforms.fitting import Batch, agreed_batch, path_text, program_ranks
 from shardfn.transforms.shortage import RandomNumbers
 from shardfn.transforms.step import Parts, Step
 
@@ -187,7 +187,7 @@ def _of_all_parts(
     leaves, trees = zip(*map(optree.tree_flatten, auxes), strict=True)
     if not any(leaves):
         return list(auxes) * ranks.size
-    described = [f"aux{written(path)} {_described(x)}" for aux in auxes for path, x in _with_paths(aux)]
+    described = [f"aux{path_text(path)} {_described(x)}" for aux in auxes for path, x in _with_paths(aux)]
     agree([*described, f"{name} returns {trees[0]}"], ranks, "accumulate", subject=_AUX)
     if len(set(trees)) > 1 or len(set(described)) * len(auxes) > len(described):
         raise ValueError(

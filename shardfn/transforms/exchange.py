@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardfn.check.bits import digest_of, pieces, to_ints
+from shardfn.check.bits import digest_of, flat_chunks, to_ints
 from shardfn.check.findings import Finding
 from shardfn.check.trace import Mask
 from shardfn.check.values import Evidence, like_of
@@ -64,7 +64,7 @@ class Exchange:
     def _differs_along(self, x: Tensor, group: str) -> bool:
         """Whether tensors of one shape differ beyond rounding between the ranks of any group along an axis."""
         maxima = torch.zeros(2, dtype=torch.float64, device="cpu")  # the largest number, and the largest difference
-        for chunk in pieces(x):
+        for chunk in flat_chunks(x):
             parts = torch.view_as_real(chunk) if chunk.is_complex() else chunk
             wide = parts.to(torch.float64 if parts.dtype == torch.float64 else torch.float32)
             high, low = kernels.all_reduce(wide, "max", group), kernels.all_reduce(wide, "min", group)

@@ -229,7 +229,7 @@ def _tried(
                 raise
         return _refuse_changed({} if unchanged() else {0: Fared("off", text, changed=True)}, text, name, parts)
     with Attempt(ranks, f"accumulate of {name} in {parts}") as attempt:
-        outcome = _run(run, pieces, ranks, name, attempt, outer)
+        outcome = _run_attempt(run, pieces, ranks, name, attempt, outer)
         if isinstance(outcome, tuple):
             return outcome
         attempt.interrupt()
@@ -247,7 +247,7 @@ def _tried(
         return _refuse_changed(fared, reasons, name, parts)
 
 
-def _run(
+def _run_attempt(
     run: Callable[[list[Any]], T],
     pieces: list[Any],
     ranks: list[int],
@@ -301,14 +301,14 @@ def program_ranks(params: Any) -> Axis:
     """The ranks that run the same program: of the mesh in scope, else of the flat shards' mesh, else the world."""
     mesh = current_mesh() or next((mesh_of(flat.layout.grid, "the parameters") for flat in flat_shards(params)), None)
     if mesh is not None:
-        return _real(axis_of(mesh, tuple(name for name in sizes(mesh) if name not in independent_axes())))
+        return _answering_axis(axis_of(mesh, tuple(name for name in sizes(mesh) if name not in independent_axes())))
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return ALONE
     ranks = list(range(dist.get_world_size()))
-    return _real(Axis(len(ranks), dist.get_rank(), group_over(ranks).group_name))
+    return _answering_axis(Axis(len(ranks), dist.get_rank(), group_over(ranks).group_name))
 
 
-def _real(axis: Axis) -> Axis:
+def _answering_axis(axis: Axis) -> Axis:
     """The axis, or `ALONE` if its other ranks are simulated: they cannot answer. In a plan, always the axis."""
     return axis if axis.size > 1 and (planned() or not process_groups.made_up()) else ALONE
 
@@ -346,7 +346,7 @@ class Batch:
     def kinds(self) -> list[str]:
         """A description of each leaf, without its number of rows, which must be equal on all ranks."""
         paths = optree.treespec_paths(self.tree)
-        return [f"batch{written(path)} {x.dtype} {x.ndim}-d" for path, x in zip(paths, self.tensors, strict=True)]
+        return [f"batch{path_text(path)} {x.dtype} {x.ndim}-d" for path, x in zip(paths, self.tensors, strict=True)]
 
     @property
     def elements(self) -> int:
@@ -376,7 +376,7 @@ def batch_of(tree: Any, micro: Any) -> Batch:
         raise TypeError("accumulate: the batch has a flat shard in it, which has no rows; pass parameters as `params`")
     rows = {}
     for path, leaf in zip(paths, leaves, strict=True):
-        name = f"batch{written(path)}"
+        name = f"batch{path_text(path)}"
         if not isinstance(leaf, Tensor) or hasattr(leaf, "placements"):
             kind = type(leaf).__name__
             raise TypeError(f"accumulate: {name} is of type {kind}; with micro= a batch is a pytree of plain tensors")
@@ -391,6 +391,6 @@ def batch_of(tree: Any, micro: Any) -> Batch:
     return Batch(leaves, spec, next(iter(rows.values())))
 
 
-def written(path: tuple[Any, ...]) -> str:
+def path_text(path: tuple[Any, ...]) -> str:
     """A path in a tree, written as Python."""
     return "".join(f"[{key!r}]" for key in path)

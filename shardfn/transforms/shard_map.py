@@ -23,7 +23,7 @@ from shardfn.mesh.axes import axis_of, known_axes, sizes
 from shardfn.mesh.lanes import lane
 from shardfn.mesh.planned import planned
 from shardfn.mesh.scope import current_mesh, scope
-from shardfn.mesh.spec import Leaf, P, check, check_own, is_dtensor, local_shape, match, places_itself
+from shardfn.mesh.spec import Leaf, P, check_own, check_spec, is_dtensor, local_shape, match, places_itself
 from shardfn.quoting import listed
 from shardfn.shards.parts import Parts, note_again, note_parts
 from shardfn.shards.replicated import checksum
@@ -138,7 +138,9 @@ def shard_map(
             if inside is not None:
                 claim(inside, f"shard_map({name_of(function)})", "in_specs", entered.leaves, entered.pieces, current)
             elif when != "off" and entered.new and current.size() > 1 and not traced() and not planned():
-                return _check(function, entered, out_specs, current, signatures, _differentiated((args, kwargs)), parts)
+                return _run_checked(
+                    function, entered, out_specs, current, signatures, _differentiated((args, kwargs)), parts
+                )
             result = function(*entered.args, **entered.kwargs)
             leaves = _leave(function, result, out_specs, current, signatures, inside is not None, parts)
             if inside is not None:
@@ -179,7 +181,7 @@ class _Entered(NamedTuple):
     pieces: list[Any]
 
 
-def _check(
+def _run_checked(
     f: Function, entered: _Entered, out_specs: Any, mesh: DeviceMesh, signatures: set[Any], outer: bool, parts: Known
 ) -> Any:
     """Runs a checked call: records it, and then compares the records of all ranks."""
@@ -215,12 +217,14 @@ def _enter(
     # At a first call other ranks, whose arguments may be right, wait to compare: this rank's error must reach them.
     with failing_together([] if signatures or alone else [mesh], name, (ValueError, TypeError)):
         values = [*args, *kwargs.values()]
-        named = list(zip(values, _arguments(f, args, kwargs, in_specs, name), strict=True))
+        named = list(zip(values, _labeled_arguments(f, args, kwargs, in_specs, name), strict=True))
         compares_values = inputs == "global" and not alone
         matched = [match(specs, value, f"{name} in_specs for {label}", label) for value, (label, specs) in named]
         pieces = [[_localized(leaf, mesh, inputs, name) for leaf in members] for members in matched]
         for members, locals_ in zip(matched, pieces, strict=True):
-            compared += [_compared(leaf, piece, compares_values) for leaf, piece in zip(members, locals_, strict=True)]
+            compared += [
+                _compared_line(leaf, piece, compares_values) for leaf, piece in zip(members, locals_, strict=True)
+            ]
         local = [
             optree.tree_unflatten(optree.tree_structure(value, is_leaf=places_itself), locals_)
             for value, locals_ in zip(values, pieces, strict=True)
@@ -254,7 +258,7 @@ def _leave(
     name = f"shard_map({name_of(f)})"
     leaves = match(out_specs, result, f"{name} out_specs", "result")
     for leaf in leaves:
-        check(leaf, mesh, f"{name} out_specs")
+        check_spec(leaf, mesh, f"{name} out_specs")
     parts[signature] = note_parts(result_leaves, leaves, [leaf.value for leaf in leaves], mesh)
     signatures.add(signature)
     return leaves
@@ -272,7 +276,7 @@ def _signature(side: str, tree: Any, mesh: DeviceMesh) -> tuple[list[Any], Any]:
     return leaves, (side, known_axes(mesh).number, inside_transform(), treedef, kinds)
 
 
-def _arguments(
+def _labeled_arguments(
     f: Function, args: tuple[Any, ...], kwargs: dict[str, Any], in_specs: Any, name: str
 ) -> list[tuple[str, Any]]:
     """The label of each argument, and its specs: positional ones first, then keywords as passed."""
@@ -328,7 +332,7 @@ def _slots(parameter: str, labels: list[str]) -> list[str]:
 
 def _localized(leaf: Leaf, mesh: DeviceMesh, inputs: str, name: str) -> Any:
     """The value that the function gets for a leaf, which is checked against its spec."""
-    check(leaf, mesh, f"{name} in_specs")
+    check_spec(leaf, mesh, f"{name} in_specs")
     if is_dtensor(leaf.value):
         return _unwrapped(leaf, mesh, name)
     if inputs == "global" and isinstance(leaf.value, Tensor) and isinstance(leaf.spec, P):
@@ -382,7 +386,7 @@ def _unwrapped(leaf: Leaf, mesh: DeviceMesh, name: str) -> Tensor:
     return cast(Tensor, value.to_local())
 
 
-def _compared(leaf: Leaf, value: Any, compares_values: bool) -> str:
+def _compared_line(leaf: Leaf, value: Any, compares_values: bool) -> str:
     """A description of a leaf that must be equal on all ranks: dtype, shape unless under `...`, and checksum."""
     if not isinstance(value, Tensor):
         return f"{leaf.path}: {type(value).__name__}{f' placed as {value.spec}' if places_itself(value) else ''}"

@@ -27,7 +27,7 @@ Defer = Literal["nothing", "replicas", "all"]
 _numbers = itertools.count(1)
 
 
-def numbered() -> int:
+def new_number() -> int:
     """A number that no step or tape had before."""
     return next(_numbers)
 
@@ -150,7 +150,7 @@ class Step:
         unread: bool = False,
         accumulator: torch.dtype | None = None,
     ) -> None:
-        self.number, self.ordered = numbered(), ordered
+        self.number, self.ordered = new_number(), ordered
         self.variables = {id(variable): variable for variable in variables}
         self.sums: dict[int, GradientSum] = {}
         self.defer, self.accumulator = defer, accumulator

@@ -32,7 +32,7 @@ STRATEGY = By(
 )
 
 
-def _reshard(draft: TranslationBuilder, key: str, value: Any) -> None:
+def _read_reshard(draft: TranslationBuilder, key: str, value: Any) -> None:
     """Reads `reshard_after_forward`: a strategy's name for FSDP1, true or false for FSDP2."""
     old = draft.get("kind", "fsdp1") == "fsdp1"
     if old == (isinstance(value, bool) or upper_word(value) in ("TRUE", "FALSE")):
@@ -56,7 +56,7 @@ PLUGIN: Table = {
     **fsdp.SHARED,
     **same_for("fsdp_version version", _VERSION),
     "sharding_strategy": STRATEGY,
-    "reshard_after_forward": _reshard,
+    "reshard_after_forward": _read_reshard,
     "backward_prefetch_policy": fsdp.PREFETCH,
     "mixed_precision_policy": precision.POLICIES,
     "auto_wrap_policy": _WRAP,

@@ -57,7 +57,7 @@ def _zero1(draft: TranslationBuilder, key: str, call: SourceCall) -> None:
     if group is not None:
         draft.row(f"{key}.process_group", group, "missing", "write the mesh: its axes are the groups")
     draft.put("cut", "zero1", key)
-    draft.row(key, call, "becomes", "the strategy sf.zero1")
+    draft.row(key, call, "becomes", "the strategy sf.strategies.zero1")
     name = make.text.rpartition(".")[2] if isinstance(make, SourceExpression) else ""
     if name in OPTIMIZERS:
         optimizer(draft, name, SourceCall(name, call.line, arguments))
@@ -88,7 +88,7 @@ TABLE: Table = {
 }  # fmt: skip
 
 
-def rows(
+def add_rows(
     draft: TranslationBuilder,
     calls: Iterable[SourceCall],
     used: Collection[SourceCall],

@@ -80,9 +80,9 @@ def calls(text: str, read: Collection[str]) -> tuple[list[SourceCall], set[str],
     try:
         tree = ast.parse(text)
         nodes = list(ast.walk(tree))
-        program = _program(nodes, read)
+        program = _file_bindings(nodes, read)
         nodes_read = [node for node in nodes if isinstance(node, ast.Call) and _is_read(_called(node, program), read)]
-        calls_read = [_read(node, program) for node in sorted(nodes_read, key=lambda n: (n.lineno, n.col_offset))]
+        calls_read = [_read_call(node, program) for node in sorted(nodes_read, key=lambda n: (n.lineno, n.col_offset))]
         calls_read += _param_groups(nodes)
     except SyntaxError as error:
         raise TranslateError(f"line {error.lineno}: not Python: {error.msg}") from None
@@ -99,7 +99,7 @@ def _is_read(name: str, read: Collection[str]) -> bool:
     return name in read or (name.endswith(_SETTINGS) and name[:1].isupper() and name not in _DICTS)
 
 
-def _program(nodes: list[ast.AST], read: Collection[str]) -> FileBindings:
+def _file_bindings(nodes: list[ast.AST], read: Collection[str]) -> FileBindings:
     bound = Counter(node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load))
     bound.update(node.arg for node in nodes if isinstance(node, ast.arg))
     assigned: dict[str, ast.expr] = {}
@@ -110,7 +110,7 @@ def _program(nodes: list[ast.AST], read: Collection[str]) -> FileBindings:
             names = [target.id for target in targets if isinstance(target, ast.Name)]
             assigned.update(dict.fromkeys(names, node.value))
             call_results |= {(node.value.lineno, name) for name in names if isinstance(node.value, ast.Call)}
-    changes = tuple(_changes(nodes))
+    changes = tuple(_mutations(nodes))
     changed = {name for name, _ in changes}
     imports = [(node.module or "", alias) for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names]
     definitions = {node.name: "" for node in nodes if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
@@ -124,7 +124,7 @@ def _program(nodes: list[ast.AST], read: Collection[str]) -> FileBindings:
     )
 
 
-def _changes(nodes: list[ast.AST]) -> Iterator[tuple[str, ast.expr]]:
+def _mutations(nodes: list[ast.AST]) -> Iterator[tuple[str, ast.expr]]:
     for node in nodes:
         if isinstance(node, (ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load):
             root: ast.expr = node
@@ -169,7 +169,7 @@ def _last(node: ast.expr, program: FileBindings) -> str:
     return f"{_WHOLE[name]}.{name}" if program.modules.get(name, "") == _WHOLE.get(name) else name
 
 
-def _read(node: ast.Call, program: FileBindings) -> SourceCall:
+def _read_call(node: ast.Call, program: FileBindings) -> SourceCall:
     """A call, with what the program later assigns to its result's fields: `args.max_grad_norm = 0.5`."""
     call = _call(node, program, ())
     if not call.name.endswith(_SETTINGS):
@@ -188,9 +188,9 @@ def _call(node: ast.Call, program: FileBindings, inside: tuple[str, ...]) -> Sou
     arguments: dict[str, Any] = {}
     positions = _POSITIONS.get(name, ())
     for i, item in enumerate(positional):
-        arguments[positions[i] if i < len(positions) else f"argument {i + 1}"] = _value(item, program, inside)
+        arguments[positions[i] if i < len(positions) else f"argument {i + 1}"] = _read_value(item, program, inside)
     for keyword in node.keywords:
-        value = _value(keyword.value, program, inside)
+        value = _read_value(keyword.value, program, inside)
         if keyword.arg is not None:
             arguments[keyword.arg] = value
         elif isinstance(value, Mapping):
@@ -200,16 +200,16 @@ def _call(node: ast.Call, program: FileBindings, inside: tuple[str, ...]) -> Sou
     return SourceCall(name, node.lineno, arguments)
 
 
-def _value(node: ast.expr, program: FileBindings, inside: tuple[str, ...]) -> Any:
+def _read_value(node: ast.expr, program: FileBindings, inside: tuple[str, ...]) -> Any:
     if isinstance(node, ast.Name) and node.id in program.known and node.id not in inside:
-        return _value(program.known[node.id], program, (*inside, node.id))
+        return _read_value(program.known[node.id], program, (*inside, node.id))
     if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
-        items = [_value(item, program, inside) for item in node.elts]
+        items = [_read_value(item, program, inside) for item in node.elts]
         return tuple(items) if isinstance(node, ast.Tuple) else items
     if isinstance(node, ast.Dict):
-        keys = [_value(key, program, inside) if key else None for key in node.keys]
+        keys = [_read_value(key, program, inside) if key else None for key in node.keys]
         if all(isinstance(key, str) for key in keys):
-            return {key: _value(item, program, inside) for key, item in zip(keys, node.values, strict=True)}
+            return {key: _read_value(item, program, inside) for key, item in zip(keys, node.values, strict=True)}
     if isinstance(node, ast.Call):
         called = _call(node, program, inside)
         return dict(called.arguments) if called.name in _DICTS else called

@@ -106,7 +106,7 @@ def _one_of_two(draft: TranslationBuilder, prefix: str, settings: dict[str, Any]
         raise TranslateError(f"{prefix}fsdp and fsdp2: two strategies in one file; leave one of them")
 
 
-def _low(draft: TranslationBuilder, key: str, value: Any) -> None:
+def _low_precision(draft: TranslationBuilder, key: str, value: Any) -> None:
     text = precision.of_autocast(draft, str(dtype(key, upper_word(value).lower())), key)
     draft.row(key, value, "becomes", f"{text}, and the dtype of mixed_precision")
 
@@ -114,14 +114,14 @@ def _low(draft: TranslationBuilder, key: str, value: Any) -> None:
 _PRECISION = By(
     {
         "fp32": always("the default: all in float32"),
-        **same_for("amp_fp16 amp_bf16", _low),
+        **same_for("amp_fp16 amp_bf16", _low_precision),
         "amp_fp8": missing("products are of 16 bits or more"),
     }
 )
 
 
-def _optimizer(draft: TranslationBuilder, key: str, value: Any) -> None:
-    name = optimizers.named(key, value, "name", "decoupled_adamw")
+def _read_optimizer(draft: TranslationBuilder, key: str, value: Any) -> None:
+    name = optimizers.read_kind(key, value, "name", "decoupled_adamw")
     settings = {argument: x for argument, x in value.items() if argument != "name"}
     kind = OPTIMIZERS.get(name)
     if kind is None:
@@ -145,7 +145,7 @@ OPTIMIZERS = {
 
 
 def _scheduler(draft: TranslationBuilder, key: str, value: Any) -> None:
-    optimizers.named(key, value, "name", "cosine_with_warmup")
+    optimizers.read_kind(key, value, "name", "cosine_with_warmup")
     optimizers.schedule_of_composer(draft, key, value, draft.get("total"))
 
 
@@ -177,7 +177,7 @@ CONFIG: Table = {
     "accumulate_train_batch_on_tokens": flag(missing(_EACH_ONCE), always("micro-batches weigh by their rows")),
     "global_train_batch_size": sets("rows of a step, on all ranks", train_batch=as_count),
     "algorithms": _algorithms,
-    "optimizer": _optimizer,
+    "optimizer": _read_optimizer,
     "scheduler": _scheduler,
     "max_duration": yours("steps= of sf.run.loop, and of the schedule", steps=lambda key, value: steps_of(value)),
     "save_num_checkpoints_to_keep": sets("keep_last= of sf.run.loop", keep=whole_or_all, save="sharded"),

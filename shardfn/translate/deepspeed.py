@@ -18,20 +18,21 @@ from shardfn.translate.values import (
     number,
     path,
     positive,
+    strategy_path,
     upper_word,
     whole_or_all,
     words,
 )
 
 STAGES = ("ddp", "zero1", "zero2", "full_shard")
-STAGE = By({str(i): sets(f"the strategy sf.{cut}", cut=cut) for i, cut in enumerate(STAGES)})
+STAGE = By({str(i): sets(f"the strategy {strategy_path(cut)}", cut=cut) for i, cut in enumerate(STAGES)})
 _MANY = "as many micro-batches in sf.accumulate, and the loss divided by them"
 ACCUMULATE = sets(_MANY, name="micro_batches", about="micro-batches of a step", accumulate=as_count)
 CLIP = sets("so.clip_by_global_norm", off="nothing is clipped", name="max_grad_norm", clip=positive)
 SCRATCH = sets("scratch= of make_mesh", scratch=path)
 OBSERVES = yours("it only looks on: what is printed or logged is yours")
 _AIO = "block_size queue_depth thread_count intra_op_parallelism single_submit overlap_events use_gds"
-_TIER = always("buffers follow from prefetch=, and plan.host of sf.plan_step says what they take")
+_TIER = always("buffers follow from prefetch=, and plan.host of sf.plan.step says what they take")
 _PINNED = always("memory of the host is pinned on CUDA")
 _BUFFER = always("a stage's gradients, and its parameters, of one dtype are one buffer")
 _OFF = "{'ENABLED': FALSE}"
@@ -68,7 +69,7 @@ def _offload(where: By) -> Section:
 
 
 _FEWER = "parameters with fewer elements stay whole"
-_KEPT = "sf.replicate_small(strategy, below={value}): smaller parameters stay whole"
+_KEPT = "sf.strategies.replicate_small(strategy, below={value}): smaller parameters stay whole"
 _PERSISTENT: Table = {
     "max_live_parameters": always("prefetch + 1 buffers, each as large as the largest stage"),
     "max_reuse_distance": always("what is still in those buffers is not gathered again"),
@@ -117,7 +118,7 @@ ZERO: Table = {
     ),
     "leaf_module": Section(_LEAVES),
     "zero_hpz_partition_size": sets(
-        "sf.hpz: backward gathers over {value} ranks, from a copy",
+        "sf.strategies.hpz: backward gathers over {value} ranks, from a copy",
         off="no copy, as without it",
         hpz=lambda key, value: as_count(key, value, 0) if number(key, value) > 1 else None,
     ),
@@ -131,7 +132,9 @@ ZERO: Table = {
     "zeropp_loco_param": missing("gradients are rounded without feedback of the error", "None", "{}"),
     "zenflow": missing("all gradients are used at each step", "None", "{}"),
     "mics_shard_size": sets(_GROUPS, off="no groups, as without it", mics=whole_or_all),
-    "mics_hierarchical_params_gather": flag(sets("sf.mics: axis after axis", hierarchical=True), always("at once")),
+    "mics_hierarchical_params_gather": flag(
+        sets("sf.strategies.mics: axis after axis", hierarchical=True), always("at once")
+    ),
 }
 
 
@@ -172,12 +175,12 @@ def _typed(
     draft: TranslationBuilder, key: str, value: Any, example: str, section: Section
 ) -> tuple[str, dict[str, Any]]:
     """The type and the arguments of an optimizer or a scheduler, whose other keys it reads."""
-    kind = optimizers.named(key, value, "type", example)
+    kind = optimizers.read_kind(key, value, "type", example)
     read(draft, key, {name: x for name, x in value.items() if name not in ("type", "params")}, section)
     return kind, draft.settings(f"{key}.params", value.get("params")) or {}
 
 
-def _optimizer(draft: TranslationBuilder, key: str, value: Any) -> None:
+def _read_optimizer(draft: TranslationBuilder, key: str, value: Any) -> None:
     section = Section({"legacy_fusion": always("one implementation")}, "an optimizer")
     name, settings = _typed(draft, key, value, "AdamW", section)
     kind, where = OPTIMIZERS.get(name.lower()), f"{key}.params."
@@ -245,7 +248,7 @@ CONFIG: Table = {
     "fp32_allreduce": flag(sets("reduce_dtype= of the stages", reduce_dtype="torch.float32"), always("the default")),
     "seq_parallel_communication_data_type": always("of no effect without sequence parallelism"),
     "data_types": Section({"grad_accum_dtype": precision.ACCUMULATED}),
-    "optimizer": _optimizer,
+    "optimizer": _read_optimizer,
     "scheduler": _scheduler,
     "prescale_gradients": always("the loss is divided before the sum, which is the same mean"),
     "gradient_predivide_factor": missing(f"{_BEFORE}, but in 16 bits other roundings and overflows", "1.0", "1"),

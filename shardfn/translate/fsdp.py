@@ -18,6 +18,7 @@ from shardfn.translate.values import (
     natural,
     number,
     shown,
+    strategy_path,
     words,
 )
 
@@ -30,7 +31,7 @@ CUTS = {
     "HYBRID_SHARD_ZERO2": "hybrid_shard_zero2",
 }
 STRATEGY = By(
-    {name: sets(f"the strategy sf.{ours}", cut=ours) for name, ours in CUTS.items()},
+    {name: sets(f"the strategy {strategy_path(ours)}", cut=ours) for name, ours in CUTS.items()},
     said=f"one of {', '.join(CUTS)}; a bare number means different things to different libraries",
 )
 PREFETCH = By(
@@ -106,12 +107,15 @@ WRAP = By(
 )
 RESHARD = By(
     {**same_for("true none", STRATEGY.choices["FULL_SHARD"]), "false": STRATEGY.choices["SHARD_GRAD_OP"]},
-    sets("sf.hpz: backward gathers over {value} ranks, from a copy", hpz=lambda key, value: as_count(key, value, 2)),
-    said="true for sf.full_shard, or false for sf.shard_grad_op",
+    sets(
+        "sf.strategies.hpz: backward gathers over {value} ranks, from a copy",
+        hpz=lambda key, value: as_count(key, value, 2),
+    ),
+    said="true for sf.full_shard, or false for sf.strategies.shard_grad_op",
 )
 
 
-def _sizes(draft: TranslationBuilder, key: str, value: Any) -> None:
+def _mesh_sizes(draft: TranslationBuilder, key: str, value: Any) -> None:
     """Reads the sizes of a mesh with one or two axes."""
     sizes = value if isinstance(value, (tuple, list)) else ()
     if len(sizes) not in (1, 2) or sum(isinstance(size, (SourceExpression, SourceCall)) for size in sizes) > 1:
@@ -128,11 +132,11 @@ def _sizes(draft: TranslationBuilder, key: str, value: Any) -> None:
 
 _MADE: Table = {
     "device_type": yours("device= of make_mesh"),
-    "mesh_shape": _sizes,
+    "mesh_shape": _mesh_sizes,
     "mesh_dim_names": always("axes have the names of what they are for"),
     "backend_override": yours("make_mesh takes the device's own"),
 }
-MESH = By({"none": always("all ranks"), "init_device_mesh()": Section(_MADE)}, _sizes)
+MESH = By({"none": always("all ranks"), "init_device_mesh()": Section(_MADE)}, _mesh_sizes)
 FSDP1: Table = {
     **SHARED,
     "module": yours("what functional takes"),
@@ -291,7 +295,7 @@ BESIDE: Table = {
         always("gathers run ahead by prefetch= stages, in the order of the calls; no number changes"),
     ),
     "set_unshard_in_backward": always("what backward does not read is not gathered for it"),
-    "set_reshard_after_forward": missing("reshard= of sf.stage, or a strategy such as sf.shard_grad_op"),
+    "set_reshard_after_forward": missing("reshard= of sf.stage, or a strategy such as sf.strategies.shard_grad_op"),
     **same_for("set_reshard_after_backward set_requires_gradient_sync set_requires_all_reduce", _MICRO),
     **same_for("set_is_last_backward no_sync", _MICRO),
     **same_for(

@@ -8,13 +8,13 @@ from typing import Any
 from shardfn.translate import accelerate, deepspeed, fsdp, precision
 from shardfn.translate.draft import TranslationBuilder
 from shardfn.translate.schema import By, Section, Table, always, flag, meant, missing, read, same_for, sets, yours
-from shardfn.translate.values import SourceCall, as_count, dtype, positive, whole_or_all
+from shardfn.translate.values import SourceCall, as_count, dtype, positive, strategy_path, whole_or_all
 
 _START = yours("starting processes: torchrun")
 _LOOP = yours("sf.run.loop is a function; what it is given is yours: docs/how-to/run-a-loop.md")
 
 
-def _low(draft: TranslationBuilder, key: str, value: Any) -> None:
+def _low_precision(draft: TranslationBuilder, key: str, value: Any) -> None:
     """Reads a precision of 16 bits: the strategy says what is moved in it, and "true" that all is computed in it."""
     precision_name, kind = str(value).lower(), draft.get("kind")
     low_dtype = str(dtype(key, precision_name))
@@ -40,7 +40,7 @@ PRECISION = By(
     {
         **same_for("none 32 32-true", always("the default: all in float32")),
         **same_for("64 64-true", sets(_DOUBLE, param_dtype="torch.float64", cast_inputs=True)),
-        **same_for("16 bf16 16-mixed bf16-mixed 16-true bf16-true", _low),
+        **same_for("16 bf16 16-mixed bf16-mixed 16-true bf16-true", _low_precision),
         **same_for("transformer-engine transformer-engine-float16", missing("products are of 16 bits or more")),
     },
     said="a precision, such as 32-true, bf16-mixed or 16-mixed",
@@ -123,7 +123,7 @@ DEEPSPEED: Table = {
     **precision.SCALING,
     **deepspeed.CHECKPOINTING,
     "load_full_weights": yours("interop.load"),
-    "exclude_frozen_parameters": yours("sf.partition before checkpoint.save"),
+    "exclude_frozen_parameters": yours("sf.shards.partition before checkpoint.save"),
     "precision": PRECISION,
 }
 STRATEGIES = {
@@ -139,7 +139,9 @@ def _strategy(kind: str, cut: str, tier: str | None = None) -> Any:
     offloaded = ("params", "grads", "state") if cut == "full_shard" else ("grads", "state")
     facts: dict[str, Any] = dict.fromkeys(offloaded, tier) if tier else {}
     facts |= {"scratch": "/local_nvme"} if tier == "disk" else {}
-    return sets(f"the strategy sf.{cut}" + (", and .with_tiers(...)" if tier else ""), kind=kind, cut=cut, **facts)
+    return sets(
+        f"the strategy {strategy_path(cut)}" + (", and .with_tiers(...)" if tier else ""), kind=kind, cut=cut, **facts
+    )
 
 
 _ENDS = ("", "_find_unused_parameters_true", "_find_unused_parameters_false")
@@ -231,7 +233,7 @@ TRAINER: Table = {
 }
 
 
-def translate(draft: TranslationBuilder, strategy: SourceCall | None, trainer: Mapping[str, Any]) -> None:
+def read_trainer(draft: TranslationBuilder, strategy: SourceCall | None, trainer: Mapping[str, Any]) -> None:
     """Reads a strategy and the arguments of a `Trainer` or `Fabric`, if there are any."""
     later: dict[str, Any] = {}
     settings = dict(strategy.arguments) if strategy else {}

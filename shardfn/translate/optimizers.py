@@ -77,7 +77,7 @@ _READERS: dict[str, Any] = {
 }
 
 
-def named(key: str, value: Any, kind: str, example: str) -> str:
+def read_kind(key: str, value: Any, kind: str, example: str) -> str:
     """The type or name of an optimizer or a scheduler.
 
     Raises:

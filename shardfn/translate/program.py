@@ -9,6 +9,7 @@ from typing import Any
 
 from shardfn.translate import optimizers
 from shardfn.translate.draft import TranslationBuilder, UndefinedName
+from shardfn.translate.values import strategy_path
 
 _WIDTH = 88
 _ABOUT = {
@@ -48,7 +49,7 @@ def program(draft: TranslationBuilder) -> str:
     """The text of the program; adds the names that it needs to those of the draft."""
     loss = ("total", "count") if draft.get("tokens") else ("mean",)
     draft.names = {**{name: _ABOUT[name] for name in ("module", *loss)}, **draft.names}
-    parts = (_mesh, _strategy, _model, _optimizer, _loss, _step, _loop)
+    parts = (_mesh_lines, _strategy_lines, _model_lines, _optimizer_lines, _loss_lines, _step_lines, _loop_lines)
     text = "\n".join(_text(code, draft.keys_for_facts(*facts)) for part in parts for code, facts in part(draft))
     heads = [f"import {name}" for name in ("math", "os") if f"{name}." in text]
     also = [name for name in ("P", "checkpoint", "interop", "quant") if f"{name}." in text or f"{name}(" in text]
@@ -79,7 +80,7 @@ def _axes(cut: str) -> tuple[str, ...]:
     return ("data",) if cut in ("ddp", "zero1", "zero2") else ("shard",)
 
 
-def _mesh(draft: TranslationBuilder) -> Iterator[_Line]:
+def _mesh_lines(draft: TranslationBuilder) -> Iterator[_Line]:
     names, tensor, ranks = _axes(draft.get("cut")), draft.get("tensor", 1), draft.get("ranks")
     data_ranks = ranks // tensor if ranks and ranks % tensor == 0 else None
     replica, shard = draft.get("replica"), draft.get("shard")
@@ -105,19 +106,19 @@ def _mesh(draft: TranslationBuilder) -> Iterator[_Line]:
     yield f"DATA = ({quoted})" if len(names) > 1 else f"DATA = {quoted}", ()
 
 
-def _strategy(draft: TranslationBuilder) -> Iterator[_Line]:
+def _strategy_lines(draft: TranslationBuilder) -> Iterator[_Line]:
     cut = draft.get("cut")
     axes = {2: 'shard="shard", replica="replica"', 3: '("gpu", "node"), replica="replica"'}
-    yield f"strategy = sf.{cut}({axes.get(len(_axes(cut)), 'DATA')})", ("cut", "dp_replicate")
+    yield f"strategy = {strategy_path(cut)}({axes.get(len(_axes(cut)), 'DATA')})", ("cut", "dp_replicate")
     tiers = [kind for kind in ("params", "grads", "state") if draft.get(kind)]
     if tiers:
         offloads = ", ".join(f'{kind}="{draft.get(kind)}"' for kind in tiers)
         yield f"strategy = strategy.with_tiers({offloads})", tuple(tiers)
     if draft.get("uncut") is not None:
-        yield f"strategy = sf.replicate_small(strategy, below={draft.get('uncut')})", ("uncut",)
+        yield f"strategy = sf.strategies.replicate_small(strategy, below={draft.get('uncut')})", ("uncut",)
 
 
-def _model(draft: TranslationBuilder) -> Iterator[_Line]:
+def _model_lines(draft: TranslationBuilder) -> Iterator[_Line]:
     if draft.get("param_dtype"):
         yield f"module = module.to({draft.get('param_dtype')})", ("param_dtype",)
     if draft.get("buffer_dtype") is not None:
@@ -156,7 +157,7 @@ def _options(draft: TranslationBuilder) -> Iterator[_Line]:
         yield f"input_dtype={low}", ("cast_inputs", "gather_dtype", "param_dtype")
 
 
-def _optimizer(draft: TranslationBuilder) -> Iterator[_Line]:
+def _optimizer_lines(draft: TranslationBuilder) -> Iterator[_Line]:
     make, scheduled = draft.get("optimizer"), draft.get("schedule")
     hyperparameters = dict(draft.get("optimizer_params", {}))
     if scheduled:
@@ -213,7 +214,7 @@ def _more(settings: dict[str, Any]) -> str:
     return "".join(f", {name}={code}" for name, code in arguments.items())
 
 
-def _ranks(draft: TranslationBuilder) -> str:
+def _ranks_code(draft: TranslationBuilder) -> str:
     """Code for the number of ranks that have different rows."""
     return f"(mesh.size() // {draft.get('tensor')})" if draft.get("tensor", 1) > 1 else "mesh.size()"
 
@@ -224,12 +225,12 @@ def _many(draft: TranslationBuilder) -> bool:
     return bool(draft.get("train_batch") and draft.get("micro_batch")) if count is None else count != 1
 
 
-def _loss(draft: TranslationBuilder) -> Iterator[_Line]:
+def _loss_lines(draft: TranslationBuilder) -> Iterator[_Line]:
     """The loss of a micro-batch: its part of the mean over ranks and micro-batches, or over all their tokens."""
     count, total, micro = draft.get("accumulate"), draft.get("train_batch"), draft.get("micro_batch")
-    product = f"{micro} * {'micro_batches * ' if _many(draft) else ''}{_ranks(draft)}"
+    product = f"{micro} * {'micro_batches * ' if _many(draft) else ''}{_ranks_code(draft)}"
     if count is None and _many(draft):
-        yield f"micro_batches = {total} // ({micro} * {_ranks(draft)})", ("train_batch", "micro_batch")
+        yield f"micro_batches = {total} // ({micro} * {_ranks_code(draft)})", ("train_batch", "micro_batch")
     elif _many(draft) and count != "micro_batches":
         yield f"micro_batches = {count}", ("accumulate",)
     if total and micro:
@@ -253,7 +254,7 @@ def _loss(draft: TranslationBuilder) -> Iterator[_Line]:
     yield f"    return {reduced}", ("mean", "tokens", "divide")
 
 
-def _step(draft: TranslationBuilder) -> Iterator[_Line]:
+def _step_lines(draft: TranslationBuilder) -> Iterator[_Line]:
     tokens, scaled = draft.get("tokens"), bool(draft.get("scaled"))
     extra_names = [name for name, is_used in (("tokens", tokens), ("scale", scaled)) if is_used]
     yield "\n\n@sf.shard_map(mesh=mesh, in_specs=..., out_specs=(P(), ...))", ()
@@ -271,11 +272,11 @@ def _step(draft: TranslationBuilder) -> Iterator[_Line]:
     yield _STEP.format(scale=scale, unscaled=unscaled), ()
 
 
-def _loop(draft: TranslationBuilder) -> Iterator[_Line]:
+def _loop_lines(draft: TranslationBuilder) -> Iterator[_Line]:
     total, micro, save, seed = (draft.get(fact) for fact in ("train_batch", "micro_batch", "save", "seed"))
     if total or micro:
         draft.name("rows", _ABOUT["rows"])
-        size = total or f"{micro} * {'micro_batches * ' if _many(draft) else ''}{_ranks(draft)}"
+        size = total or f"{micro} * {'micro_batches * ' if _many(draft) else ''}{_ranks_code(draft)}"
         line = f"batches = sf.run.batches(rows, mesh, DATA, {size}, seed={seed or 0})"
         yield line, ("train_batch", "micro_batch", "seed")
     else:

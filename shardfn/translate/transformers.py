@@ -88,7 +88,7 @@ TABLE: Table = {
     "label_smoothing_factor": missing("of the loss, which is yours", "0.0", "0"),
     "neftune_noise_alpha": missing("noise on the embeddings, in your module", "None"),
     "optim_args": missing("arguments of the optimizer", "None"),
-    "optim_target_modules": missing("sf.partition says what is trained", "None"),
+    "optim_target_modules": missing("sf.shards.partition says what is trained", "None"),
     "lr_scheduler_kwargs": missing("a function of the step is yours", "None", "{}"),
     "learning_rate_mapping": missing("lr= of the optimizer takes a function of path and shape", "None", "{}"),
     "parallelism_config": missing("axes of make_mesh", "None"),
@@ -184,7 +184,7 @@ _SHOWN = {
 }  # fmt: skip
 
 
-def translate(
+def read_arguments(
     draft: TranslationBuilder, call: SourceCall, trainer: Mapping[str, Any], linked: Callable[[str], dict[str, Any]]
 ) -> None:
     """Reads the arguments of a trainer; `linked` reads a file that they name."""
@@ -197,7 +197,7 @@ def translate(
     if config is not None:
         draft.put("kind", "deepspeed")
         config = mapping(draft, "deepspeed", config, linked)
-        read(draft, "deepspeed", _filled(draft, config, values, ""), deepspeed.FILE)
+        read(draft, "deepspeed", _without_auto(draft, config, values, ""), deepspeed.FILE)
     read(draft, "", explicit, Section(TABLE, call.name))
     for key, fact in _SHOWN.items():
         if key not in explicit and values.get(key) and fact not in draft.facts:
@@ -205,7 +205,7 @@ def translate(
             read(draft, "", {key: values[key]}, Section(TABLE))
             draft.rows[count:] = [replace(row, value=f"{row.value}, the default") for row in draft.rows[count:]]
     if draft.get("optimizer") is None:
-        _optimizer(draft, values, explicit)
+        _trainer_optimizer(draft, values, explicit)
     if draft.get("schedule") is None:
         _schedule(draft, values, explicit)
     read(draft, "", trainer, Section(TRAINER, "Trainer"))
@@ -276,7 +276,7 @@ def _auto(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _filled(
+def _without_auto(
     draft: TranslationBuilder, config: Mapping[str, Any], arguments: Mapping[str, Any], prefix: str
 ) -> dict[str, Any]:
     """A file in which every `"auto"` that stands for an argument of the trainer is replaced by its value."""
@@ -284,7 +284,7 @@ def _filled(
     for key, x in config.items():
         path = f"{prefix}{key}"
         if isinstance(x, Mapping):
-            filled[key] = _filled(draft, x, arguments, f"{path}.")
+            filled[key] = _without_auto(draft, x, arguments, f"{path}.")
         elif is_auto(x) and path == "train_batch_size":
             text = "the product of ranks, micro-batches and rows of each"
             draft.row("deepspeed.train_batch_size", x, "always", text)
@@ -293,7 +293,7 @@ def _filled(
     return filled
 
 
-def _optimizer(draft: TranslationBuilder, values: Mapping[str, Any], explicit: Mapping[str, Any]) -> None:
+def _trainer_optimizer(draft: TranslationBuilder, values: Mapping[str, Any], explicit: Mapping[str, Any]) -> None:
     """Adds the optimizer that Trainer makes from the arguments or their defaults."""
     make = draft.get("optim", None if "optim" in explicit else "adamw")
     lr, decay, eps, b1, b2 = (draft.get(fact, values[key]) for key, fact in _ADAM.items())

@@ -57,9 +57,9 @@ def translate(path: str | os.PathLike[str]) -> Translation:
     try:
         if file.suffix == ".py":
             calls_read, imported, modules = calls(text_of(file), {*READ, *fsdp.BESIDE, *beside.TABLE})
-            system, used = _called(draft, file, calls_read, imported)
+            system, used = _read_call(draft, file, calls_read, imported)
             fsdp.read_other_calls(draft, calls_read)
-            beside.rows(draft, calls_read, used, modules, fsdp.BESIDE)
+            beside.add_rows(draft, calls_read, used, modules, fsdp.BESIDE)
         else:
             config = mapping_of(file)
             system = system_of(config, str(file), _FILES)
@@ -74,7 +74,7 @@ def translate(path: str | os.PathLike[str]) -> Translation:
     return Translation(str(file), system, tuple(draft.rows), text, dict(draft.names))
 
 
-def _called(
+def _read_call(
     draft: TranslationBuilder, file: Path, calls_read: list[SourceCall], imported: set[str]
 ) -> tuple[str, list[SourceCall]]:
     """Reads the call that says how the program is sharded; returns its system, and the calls that it has read."""
@@ -98,7 +98,7 @@ def _called(
             none = f"none of {listed(sorted(transformers.ARGUMENTS))}"
             listing = f"{lines}; leave one of them" if arguments else none
             raise TranslateError(f"a Trainer of Transformers takes one set of arguments, and there is {listing}")
-        transformers.translate(draft, arguments[0], trainer, lambda name: mapping_of(near(file, name)))
+        transformers.read_arguments(draft, arguments[0], trainer, lambda name: mapping_of(near(file, name)))
         return "Transformers", [*trainers, *arguments]
     if plugins or accelerators:
         for plugin in plugins:
@@ -111,7 +111,7 @@ def _called(
         read(draft, "", trainer, composer.FILE)
         return "Composer", trainers
     if strategies or trainers:
-        lightning.translate(draft, strategies[0] if strategies else None, trainer)
+        lightning.read_trainer(draft, strategies[0] if strategies else None, trainer)
         return "Lightning", [*strategies, *trainers]
     if engines:
         _engine(draft, file, engines[0])

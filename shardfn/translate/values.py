@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardfn import strategies
 from shardfn.quoting import bounded
 
 _SHORT = reprlib.Repr()
@@ -62,6 +63,11 @@ def upper_word(value: Any) -> str:
     if isinstance(value, SourceExpression) and value.text.replace(".", "").replace("_", "").isalnum():
         return value.text.rpartition(".")[2].upper()
     return value.text if isinstance(value, SourceExpression) else str(value).strip().upper()
+
+
+def strategy_path(name: str) -> str:
+    """Returns the public name of a strategy, such as `sf.ddp` or `sf.strategies.hpz`."""
+    return f"sf.strategies.{name}" if name in strategies.__all__ else f"sf.{name}"
 
 
 def spellings(value: Any) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import pytest
 
 import shardfn as sf
 from benchmarks.plan_hosts import crosses, told_apart
-from shardfn.plans.schedule import Held, Work
+from shardfn.plan.schedule import Held, Work
 
 BOTH = ("replica", "shard")
 
@@ -29,5 +29,5 @@ def test_strategies_of_which_none_is_faster_in_all_rounds_but_one_are_ties() -> 
 )
 def test_works_whose_ranks_span_nodes_cross(kind: str, axis: tuple[str, ...], nodes: int, part: float) -> None:
     work = Work(kind, axis=axis, ranks=4, nodes=nodes, sent=1200)
-    plan = sf.StepPlan("step", {}, 0, (work,), (), {}, {}, Held(0, {}), (), 0)
+    plan = sf.plan.StepPlan("step", {}, 0, (work,), (), {}, {}, Held(0, {}), (), 0)
     assert crosses(plan) == 1200 * part

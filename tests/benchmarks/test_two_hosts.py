@@ -45,14 +45,14 @@ def test_where_no_namespaces_can_be_made_it_is_said_how(
 )
 def test_what_is_for_the_other_host_follows_from_the_axes(op: str, axis: tuple[str, ...], share: float) -> None:
     one = Record(op, axis, "a", torch.float32, 1200, "gloo", scheduled=False, backward=False)
-    assert expected(sf.Ledger([one])) == 1200 * share
+    assert expected(sf.collectives.Ledger([one])) == 1200 * share
 
 
 def gradients_by(name: str) -> float:
     mesh = sf.make_mesh(replica=2, shard=2, device="cpu")
-    params = sf.shard({"w": torch.ones(64, 64)}, mesh, sf.strategy(name, shard="shard", replica="replica"))
+    params = sf.shard({"w": torch.ones(64, 64)}, mesh, sf.strategies.from_name(name, shard="shard", replica="replica"))
     stage = sf.stage(lambda p, x: x + p["w"].sum())
-    with sf.ledger() as log:
+    with sf.collectives.ledger() as log:
         sf.value_and_grad(lambda params: stage(params, torch.zeros(())))(params)
     return expected(log)
 

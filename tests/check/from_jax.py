@@ -145,7 +145,7 @@ def jax_exchanged_out(shard_map, mesh):
 
 @wrong("output")
 def jax_scattered_out(shard_map, mesh):
-    return of_rows(shard_map, mesh, lambda x: sf.psum_scatter(x, "data"))
+    return of_rows(shard_map, mesh, lambda x: sf.reduce_scatter(x, "data"))
 
 
 @wrong("output")
@@ -230,7 +230,7 @@ def jax_pmean_one_axis_more(shard_map, mesh):
 @wrong("sum", "tensor", "", lambda: X[:4] + X[4:], GRID)
 def jax_psum_scatter_one_axis_more(shard_map, mesh):
     def f(x):
-        return sf.all_gather(sf.psum_scatter(x, ("data", "tensor")), ("data", "tensor"), to="invariant")
+        return sf.all_gather(sf.reduce_scatter(x, ("data", "tensor")), ("data", "tensor"), to="invariant")
 
     return of_rows(shard_map, mesh, f)
 

@@ -89,7 +89,7 @@ def gradient(file: Path, inside: bool) -> tuple[Any, Any]:
         if inside:
             return sf.shard_map(sf.grad(loss_fn), mesh=mesh, in_specs=specs, out_specs=SPEC)(*mine), ()
         return sf.grad(sf.shard_map(loss_fn, mesh=mesh, in_specs=specs, out_specs=P()))(*mine), ()
-    except sf.VaryingError as error:
+    except sf.check.VaryingError as error:
         return None, error.findings
 
 
@@ -166,7 +166,7 @@ def places_of_a_stage_that_is_called_twice() -> list[str]:
         return sf.psum(block(params["block"], block(params["block"], x)).square().sum(), "data")
 
     step = sf.shard_map(sf.grad(loss), mesh=mesh, in_specs=(..., P("data")), out_specs=...)
-    with pytest.raises(sf.VaryingError) as caught:
+    with pytest.raises(sf.check.VaryingError) as caught:
         step(params, torch.randn(4, 8, generator=g.manual_seed(mesh.get_local_rank("data"))))
     return [finding.where for finding in caught.value.findings]
 

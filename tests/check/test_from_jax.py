@@ -37,9 +37,9 @@ def said(name: str) -> list[tuple[str, tuple[str, ...], str]]:
     """Of each finding."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error", sf.VaryingWarning)
+            warnings.simplefilter("error", sf.check.VaryingWarning)
             numbers(name, check=True)
-    except (sf.VaryingError, sf.VaryingWarning) as error:
+    except (sf.check.VaryingError, sf.check.VaryingWarning) as error:
         return [(one.kind, tuple(one.axes), one.path) for one in error.findings]
     except NotImplementedError:
         return [("NotImplementedError", FROM_JAX[name].axes, "")]

@@ -155,7 +155,7 @@ def dropped(w: Tensor, x: Tensor) -> Tensor:
 
 
 def varies(f: Callable[..., Any]) -> str:
-    with pytest.raises(sf.VaryingError) as caught:
+    with pytest.raises(sf.check.VaryingError) as caught:
         once(f)
     (found,) = caught.value.findings
     assert found.kind == "output"
@@ -172,7 +172,7 @@ def counted() -> None:
     counts = FlopCounterMode(display=False) if dist.get_rank() == 0 else contextlib.nullcontext()
     with counts:
         assert once(lambda w, x: sf.psum(x, "a")).tolist() == [1.0, 3.0, 5.0, 7.0, 9.0]
-        with pytest.raises(sf.VaryingError):
+        with pytest.raises(sf.check.VaryingError):
             once(lambda w, x: x)
 
 
@@ -213,7 +213,7 @@ def summed_by_leaf() -> str:
         grads = sf.grad(lambda p: sf.pmean(layer(p, x).mean(), "a"))(params)
         return optimizer.step(params, optree.tree_map(lambda g: sf.psum(g, "a"), grads), state)
 
-    with pytest.raises(sf.VaryingError) as caught:
+    with pytest.raises(sf.check.VaryingError) as caught:
         sf.shard_map(step, mesh=mesh, in_specs=(..., ..., P("a")), out_specs=...)(
             flat, optimizer.init(flat), torch.ones(2, 3) + dist.get_rank()
         )
@@ -237,7 +237,7 @@ def whole_rows(own: bool) -> list[str]:
     f = sf.shard_map(sf.value_and_grad(loss), mesh=mesh, in_specs=(P(), P("a")), out_specs=P())
     try:
         f(w, x.chunk(2)[dist.get_rank()] if own else x)
-    except sf.VaryingWarning as warning:  # an error in these tests
+    except sf.check.VaryingWarning as warning:  # an error in these tests
         return [finding.kind for finding in warning.findings]
     return []
 
@@ -274,7 +274,7 @@ def told_of_replicas(drifted: bool, way: str) -> str:
         return w - (sf.grad if way in ("grad", "step") else torch.func.grad)(loss)(w, x)
 
     x = torch.arange(6.0).view(2, 3) + dist.get_rank()
-    with pytest.raises(sf.VaryingError) as caught:
+    with pytest.raises(sf.check.VaryingError) as caught:
         sf.shard_map(step, mesh=mesh, in_specs=(..., P("a")), out_specs=...)(w, x)
     return f"{caught.value.findings[0].kind}: {caught.value}"
 

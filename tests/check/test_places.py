@@ -73,7 +73,7 @@ def warned(call: Callable[[], object]) -> tuple[str, str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()
-    (one,) = [w for w in caught if w.category is sf.VaryingWarning]
+    (one,) = [w for w in caught if w.category is sf.check.VaryingWarning]
     return f"{one.filename.rpartition('/')[2]}:{one.lineno}", str(one.message)
 
 

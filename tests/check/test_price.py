@@ -203,7 +203,7 @@ def apart(kind: str) -> str:
 
     try:
         result(torch.ones(1) + rank)
-    except sf.VaryingError as error:
+    except sf.check.VaryingError as error:
         return error.findings[0].kind
     return ""
 
@@ -276,11 +276,11 @@ def long(after: str, steps: int, most: int | None = 300, heavy: int = 0) -> tupl
             mock.patch.object(recording, "MOST", most or recording.MOST),
             warnings.catch_warnings(record=True) as warned,
         ):
-            warnings.simplefilter("always", sf.VaryingWarning)
+            warnings.simplefilter("always", sf.check.VaryingWarning)
             sys.setprofile(counted)
             loop(torch.eye(4), torch.randn(4, 4) + rank, params)
-            raised = "; ".join(str(one.message) for one in warned if issubclass(one.category, sf.VaryingWarning))
-    except sf.VaryingError as error:
+            raised = "; ".join(str(one.message) for one in warned if issubclass(one.category, sf.check.VaryingWarning))
+    except sf.check.VaryingError as error:
         raised = str(error)
     finally:
         sys.setprofile(None)

@@ -148,7 +148,7 @@ class Program:
             case 6:
                 return sf.ppermute(x, axes, [(i, (i + 1) % size) for i in range(size)])
             case _:
-                return sf.local_slice(torch.cat([x] * size), axes)
+                return sf.collectives.local_slice(torch.cat([x] * size), axes)
 
     STEPS = (pointwise, both, both, both, chosen, joined, made, of_rank, branch, outside, from_numbers, drawn, in_place,
              buffer, fused, gradient, tangent, mapped, collective, collective, collective, collective)  # fmt: skip

@@ -23,7 +23,7 @@ from tests.models import distance
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-HEARD = '"error::shardfn.VaryingWarning"'
+HEARD = '"error::shardfn.check.VaryingWarning"'
 SMALL = train_lm.Config(
     width=16, heads=2, layers=2, hidden=24, context=16, batch=8, warmup=3, dtype=torch.float64, clip=0.5
 )
@@ -80,7 +80,7 @@ def test_a_wrong_program_would_not_pass(tmp_path: Path) -> None:
         on = On(True, {"shard": 2}, tmp_path)
         return on(lambda x: x.sum(), P("shard"), P())(on.cut(torch.arange(4.0), "shard"))
 
-    assert all(isinstance(error, sf.VaryingError) for error in world(2, "threads").errors(body))
+    assert all(isinstance(error, sf.check.VaryingError) for error in world(2, "threads").errors(body))
 
 
 def test_there_are_many_right_programs() -> None:

@@ -71,12 +71,12 @@ def told(name: str) -> str:
     step = sf.shard_map(WALKS[name][0], mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), inputs="local")
     try:
         step(torch.ones(8, 8) / 8, torch.arange(32.0).view(4, 8) + mesh.get_rank())
-    except (sf.VaryingError, sf.VaryingWarning) as said:
+    except (sf.check.VaryingError, sf.check.VaryingWarning) as said:
         return str(said)
     return ""
 
 
-@pytest.mark.filterwarnings("error::shardfn.VaryingWarning")
+@pytest.mark.filterwarnings("error::shardfn.check.VaryingWarning")
 @pytest.mark.parametrize("name", WALKS)
 def test_shared_values_are_walked_once(name: str) -> None:
     for said in world(2, "threads").with_deadline(20.0).run(told, name):
@@ -98,7 +98,7 @@ def other_kind(kind: str) -> str:
     result = sf.shard_map(
         lambda x: x if rank else KINDS[kind](x), mesh=mesh, in_specs=P("data"), out_specs=P(), inputs="local"
     )
-    with pytest.raises(sf.VaryingError) as raised:
+    with pytest.raises(sf.check.VaryingError) as raised:
         result(torch.ones(4, 3) + rank)
     return raised.value.findings[0].kind
 

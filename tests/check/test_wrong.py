@@ -108,7 +108,7 @@ def findings(name: str) -> Any:
     case = GALLERY[name]
     try:
         run(case, case.program)
-    except (sf.VaryingError, sf.VaryingWarning) as error:
+    except (sf.check.VaryingError, sf.check.VaryingWarning) as error:
         first = error.findings[0]
         return type(error), first.kind, first.axes, first.path, first.where, first.fix, str(error)
     except NotImplementedError as error:
@@ -125,7 +125,9 @@ def test_every_rank_hears_what_is_wrong_and_where_and_what_to_write(name: str) -
         raised, kind, axes, path, where, fix, message = said
         assert (kind, tuple(axes)) == (case.kind, case.axes), message
         if kind != "NotImplementedError":
-            assert issubclass(raised, (sf.VaryingError, sf.VaryingWarning) if kind in PROBABLY else sf.VaryingError)
+            assert issubclass(
+                raised, (sf.check.VaryingError, sf.check.VaryingWarning) if kind in PROBABLY else sf.check.VaryingError
+            )
             assert line_of(case) in (message if kind == "collectives" else where), message  # others call it elsewhere
         assert path.startswith(case.path), message
         assert case.fix in (fix or message), message
@@ -141,8 +143,8 @@ def checked_numbers(name: str) -> list[Any]:
 @pytest.mark.parametrize("name", [name for name, case in GALLERY.items() if case.kind in LAST])
 def test_what_may_be_meant_is_warned_of_once_and_runs_on(name: str) -> None:
     case = GALLERY[name]
-    with pytest.warns(sf.VaryingWarning) as caught:
+    with pytest.warns(sf.check.VaryingWarning) as caught:
         ranks = world_of(case).run(checked_numbers, name)
-    assert [type(one.message) for one in caught] == [sf.VaryingWarning] * world_of(case).size
+    assert [type(one.message) for one in caught] == [sf.check.VaryingWarning] * world_of(case).size
     for numbers, unchecked in zip(ranks, world_of(case).run(unchecked_numbers, name), strict=True):
         assert all(map(torch.equal, numbers, unchecked))

@@ -55,9 +55,9 @@ DTYPES = (
 PLACEMENTS: dict[str, Any] = {
     "full_shard": lambda shard, rest: sf.hybrid_shard(shard=shard, replica=rest),
     "ddp": lambda shard, rest: sf.ddp((*shard, *rest)),
-    "zero1": lambda shard, rest: sf.zero1((*shard, *rest)),
+    "zero1": lambda shard, rest: sf.strategies.zero1((*shard, *rest)),
     "kept, beside copies": lambda shard, rest: (
-        sf.hybrid_shard_zero2(shard=shard, replica=rest) if rest else sf.shard_grad_op(shard)
+        sf.strategies.hybrid_shard_zero2(shard=shard, replica=rest) if rest else sf.strategies.shard_grad_op(shard)
     ),
 }
 
@@ -182,7 +182,7 @@ def steps(state: Any, optimizer: Any, count: int) -> Any:
     for _ in range(count):
         noise = torch.rand((), generator=state["noise"], dtype=torch.float64)
         grads = optree.tree_map(lambda x, noise=noise: torch.tanh(x) + noise * x, state["model"])
-        layouts = optree.tree_leaves(state["model"], is_leaf=lambda x: isinstance(x, sf.FlatShard))
+        layouts = optree.tree_leaves(state["model"], is_leaf=lambda x: isinstance(x, sf.shards.FlatShard))
         if any(flat.layout.state_layout is not flat.layout for flat in layouts):
             grads = divided(grads)
         params, moments = optimizer.step(state["model"], grads, state["optimizer"])
@@ -198,9 +198,9 @@ def divided(grads: Any) -> Any:
         rank = torch.distributed.get_rank()
         begin = layout.grid.index(rank, small.placement.axes) * small.piece
         begin -= layout.grid.index(rank, layout.placement.axes) * layout.piece
-        return sf.FlatShard(flat.values[begin : begin + small.piece].clone(), small)
+        return sf.shards.FlatShard(flat.values[begin : begin + small.piece].clone(), small)
 
-    return optree.tree_map(own, grads, is_leaf=lambda x: isinstance(x, sf.FlatShard))
+    return optree.tree_map(own, grads, is_leaf=lambda x: isinstance(x, sf.shards.FlatShard))
 
 
 def moved(name: str, first: Any, second: Any, path: str, phase: str) -> Any:

@@ -27,7 +27,7 @@ from shardfn.checkpoint import disk, reading, tools
 from shardfn.checkpoint.folders import source_of
 from shardfn.checkpoint.manifest import MANIFEST, METADATA, Chunk, read_manifest, write_manifest
 from shardfn.cli import main
-from shardfn.shards.boxes import Box, boxes, full_box, runs
+from shardfn.shards.boxes import Box, box_runs, boxes, full_box
 from shardfn.testing import world
 from tests.models import mesh_of
 
@@ -131,7 +131,7 @@ def test_runs_are_where_a_box_lies() -> None:
         offsets = tuple(generator.randrange(n) for n in shape)
         box = Box(offsets, tuple(generator.randint(1, n - at) for at, n in zip(offsets, shape, strict=True)))
         numbers = torch.arange(full_box(shape).numel).view(shape)
-        length, starts = runs(box, shape)
+        length, starts = box_runs(box, shape)
         found = [i for start in starts for i in range(start, start + length)]
         assert found == numbers[box.slices_in(full_box(shape))].reshape(-1).tolist()
 

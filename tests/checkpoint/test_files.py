@@ -423,7 +423,7 @@ def test_a_model_that_is_replaced_while_it_is_opened_is_not_read_in_part(tmp_pat
         tree = {name: torch.full((8, 8), 10 * value + ord(name), dtype=dtype) for name in "abc"}
         checkpoint.export_hf(tmp_path, tree, largest=largest)
 
-    for what, number in itertools.product(("index", "tensors_in"), range(4)):
+    for what, number in itertools.product(("index", "mapped_tensors"), range(4)):
         write(0)
         with mock.patch.object(safetensors, what, opened(getattr(safetensors, what), number, lambda: write(1))):
             try:

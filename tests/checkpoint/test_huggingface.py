@@ -191,7 +191,9 @@ def interrupted(folder: Path, what: str, failing: int) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("what", "failing"), [("_placed", 1), ("_placed", 0), ("begin", 0), ("publish", 0)])
+@pytest.mark.parametrize(
+    ("what", "failing"), [("_file_portions", 1), ("_file_portions", 0), ("begin", 0), ("publish", 0)]
+)
 def test_what_fails_leaves_the_earlier_model(world: World, tmp_path: Path, what: str, failing: int) -> None:
     world.run(lambda: export_hf(tmp_path, small(1.0), largest=10))
     for told in world.run(interrupted, tmp_path, what, failing):

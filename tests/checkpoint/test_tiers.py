@@ -76,13 +76,13 @@ def operations(folder: Path, scratch: Path, depth: int) -> Iterator[tuple[str, C
     yield "load", lambda: checkpoint.load(folder / "a", kept["params"])
     yield "load copies", keep("again", lambda: checkpoint.load(folder / "a", kept["params"], donate=False))
     yield "save_async", lambda: checkpoint.save_async(folder / "b", kept["params"]).wait()
-    yield "assert_replicated", lambda: sf.assert_replicated(kept["params"])
+    yield "assert_replicated", lambda: sf.shards.assert_replicated(kept["params"])
     yield "export", lambda: checkpoint.export_hf(folder / "c", kept["params"])
     yield "import_", lambda: checkpoint.import_hf(folder / "c", kept["again"])
     yield "init of adamw", keep("state", lambda: so.adamw(0.1).init(kept["params"]))
     yield "init of ema", keep("ema", lambda: so.ema(so.sgd(0.1), 0.9).init(kept["params"]))
     yield "unshard some", lambda: sf.unshard(kept["params"], ranks=[0], only=r"blocks\.[01]\..*")
-    yield "shard_named", keep("params", lambda: sf.shard_named(named, like, mesh, plan))
+    yield "shard_named", keep("params", lambda: sf.shards.shard_named(named, like, mesh, plan))
     torchs(folder / "whole.pt", depth)
     yield "load of torch's", lambda: checkpoint.load(folder / "whole.pt", kept["params"])
 
@@ -136,8 +136,8 @@ def tree(seed: int) -> Any:
 PLANS: dict[str, sf.Placement] = {
     "full_shard": sf.full_shard(DATA),
     "hybrid_shard": sf.hybrid_shard(shard="shard", replica="replica"),
-    "zero1": sf.zero1(DATA),
-    "hfsdp": sf.hfsdp(shard="shard", replica="replica"),
+    "zero1": sf.strategies.zero1(DATA),
+    "hfsdp": sf.strategies.hfsdp(shard="shard", replica="replica"),
 }
 OPTIMIZERS: dict[str, Callable[[], so.Optimizer]] = {
     "adamw": lambda: so.adamw(0.1),
@@ -259,7 +259,7 @@ def overwritten(folder: Path, scratch: Path) -> list[bool]:
     """Values change after `save_async` has returned, and before the first of them is written."""
     mesh, go_on = sf.make_mesh(device="cpu", scratch=scratch, shard=2), threading.Event()
     params = sf.shard(tree(0), mesh, sf.full_shard("shard").with_tiers(params="disk"))
-    want, tensor = sf.to_tier(params, "device"), Writer.tensor
+    want, tensor = sf.shards.to_tier(params, "device"), Writer.tensor
 
     def late(*args: Any) -> None:
         assert go_on.wait(30)
@@ -315,7 +315,7 @@ def cut_short(folder: Path, scratch: Path) -> Any:
     """The file of one rank loses its end while nobody looks."""
     mesh = sf.make_mesh(device="cpu", scratch=scratch, shard=2)
     params = sf.shard(tree(0), mesh, sf.full_shard("shard").with_tiers(params="disk"))
-    want = sf.to_tier(params, "device")
+    want = sf.shards.to_tier(params, "device")
     checkpoint.save(folder / "1", params)
     place = tensors.place_of(params["embed"].values)
     assert place is not None
@@ -357,7 +357,7 @@ def of_torch(folder: Path, scratch: Path) -> list[bool]:
     got = checkpoint.load_torch_optimizer(folder / "torch", empty, part="optim")
     rules = [(r"(.*)\.w", r"\1.weight", "T")]
     checkpoint.export_hf(folder / "turned", away, names=rules, dtype=torch.float64)
-    zeros = sf.to_tier(optree.tree_map(torch.zeros_like, here), "disk")
+    zeros = sf.shards.to_tier(optree.tree_map(torch.zeros_like, here), "disk")
     back = checkpoint.import_hf(folder / "turned", zeros, names=rules)
     stay = pages_of(scratch)
     return [

@@ -149,7 +149,7 @@ def torch_load(model: Any, optimizer: Any, path: Path) -> None:
 def our_strategies() -> dict[str, Callable[[], Any]]:
     return {
         "full_shard": lambda: (mesh_of(shard=-1), sf.full_shard("shard"), {}),
-        "zero1": lambda: (mesh_of(shard=-1), sf.zero1("shard"), {"stages": ""}),
+        "zero1": lambda: (mesh_of(shard=-1), sf.strategies.zero1("shard"), {"stages": ""}),
     }
 
 
@@ -330,10 +330,10 @@ def at_places(path: str, shape: tuple[int, ...]) -> sf.Placement:
     return sf.full_shard("shard").only_on(pipe=len(path) % 2)
 
 
-HFSDP = sf.hfsdp(shard="shard", replica="replica")
+HFSDP = sf.strategies.hfsdp(shard="shard", replica="replica")
 PLACED: dict[str, Callable[[Any], Any]] = {
     "full": lambda tree: sf.shard(tree, mesh_of(shard=4), sf.full_shard("shard"), frozen=r".*frozen"),
-    "zero1": lambda tree: sf.shard(tree, mesh_of(shard=4), sf.zero1("shard"), stages="", frozen=r".*frozen"),
+    "zero1": lambda tree: sf.shard(tree, mesh_of(shard=4), sf.strategies.zero1("shard"), stages="", frozen=r".*frozen"),
     "hfsdp": lambda tree: sf.shard(tree, mesh_of(replica=2, shard=2), HFSDP, frozen=".*frozen"),
     "tensor": lambda tree: sf.shard(tree, mesh_of(shard=2, tensor=2), sf.full_shard("shard"), frozen=".*frozen",
                                     specs=sf.by_path([(r".*\.w", sf.P(None, "tensor"))], strict=False)),

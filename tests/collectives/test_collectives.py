@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.func import grad, jvp, vjp, vmap
 
 import shardfn as sf
-from shardfn.collectives import messages
+from shardfn.collectives import functional, messages
 from shardfn.debugging import Debugging, by_environment, debugging
 from shardfn.mesh.axes import known_axes
 from shardfn.mesh.grid import Axis
@@ -114,7 +114,7 @@ def against_spec(name: str, dtype: torch.dtype, layout: str, n: int, shape: tupl
         mine = xs[sf.axis_index("a")]
         before = bits(mine).clone()
         try:
-            got = getattr(sf, name)(mine, "a", **kwargs)
+            got = getattr(functional, name)(mine, "a", **kwargs)
         except TypeError as error:
             return "refused" if name in str(error) and str(dtype) in str(error) else f"unclear: {error}"
         want = spec_of(name)(xs, **kwargs)[sf.axis_index("a")]
@@ -158,7 +158,7 @@ def closure(sizes: dict[str, int], axis: Any, name: str, shape: tuple[int, ...],
             return draws.tensor_of(tuple(shape), torch.float64, seed + (dist.get_rank() if kind == "V" else first))
 
         def f(x: Tensor) -> Tensor:
-            return getattr(sf, name)(x, axis, **kwargs)
+            return getattr(functional, name)(x, axis, **kwargs)
 
         x, t = drawn(shape, takes, 100), drawn(shape, takes, 200)
         y, pull = vjp(f, x)[:2]
@@ -233,7 +233,7 @@ class TestTrees:
     @pytest.mark.parametrize("number", [3, 0.1, 2**40, -1], ids=str)
     def test_a_number_becomes_a_tensor(self, name: str, sizes: dict[str, int], number: Any) -> None:
         def body() -> Any:
-            got = getattr(sf, name)(number, "a")
+            got = getattr(functional, name)(number, "a")
             return got, torch.tensor(number)
 
         times = sizes["a"] if name == "psum" else 1
@@ -258,9 +258,9 @@ class TestTrees:
 def test_along_one_rank_every_collective_is_the_identity(axis: Any) -> None:
     def body() -> list[bool]:
         x = torch.arange(6.0).view(2, 3)
-        calls: list[Any] = [sf.psum, sf.pmean, sf.pmax, sf.pmin, sf.pvary, sf.all_gather, sf.local_slice]
+        calls: list[Any] = [sf.psum, sf.pmean, sf.pmax, sf.pmin, sf.pvary, sf.all_gather, sf.collectives.local_slice]
         calls += [sf.reduce_scatter, lambda x, a: sf.all_gather(x, a, dim=-1, to="invariant")]
-        calls += [lambda x, a: sf.ppermute(x, a, [(0, 0)]), lambda x, a: sf.local_slice(x, a, dim=1)]
+        calls += [lambda x, a: sf.ppermute(x, a, [(0, 0)]), lambda x, a: sf.collectives.local_slice(x, a, dim=1)]
         calls += [lambda x, a: sf.all_to_all(x, a, split_dim=0, concat_dim=1)]
         linear = [f for f in calls if f not in (sf.pmax, sf.pmin)]
         same = [f(x, axis).equal(x) for f in calls]
@@ -280,7 +280,7 @@ REFUSED_ANYWHERE: list[tuple[str, Any]] = [
     ("all_gather", lambda: sf.all_gather(torch.ones(()), "a")),
     ("all_gather", lambda: sf.all_gather(torch.ones(2), "a", dim=1)),
     ("all_gather", lambda: sf.all_gather(torch.ones(2), "a", to="everyone")),  # type: ignore[arg-type]
-    ("local_slice", lambda: sf.local_slice(torch.ones(2), "a", dim=-2)),
+    ("local_slice", lambda: sf.collectives.local_slice(torch.ones(2), "a", dim=-2)),
     ("all_to_all", lambda: sf.all_to_all(torch.ones(2, 2), "a", split_dim=2, concat_dim=0)),
     ("pmax", lambda: sf.pmax(torch.ones(2, dtype=torch.complex64), "a")),
     ("pmax", lambda: grad(lambda x: sf.pmax(x, "a").sum())(torch.ones(2))),
@@ -311,7 +311,7 @@ class TestWire:
 
         kept, messages._arrive = messages._arrive, arrive
         try:
-            with sf.ledger() as log:
+            with sf.collectives.ledger() as log:
                 f()
         finally:
             messages._arrive = kept
@@ -349,7 +349,7 @@ class TestWire:
         def body() -> Any:
             x = torch.randn(4, 2, requires_grad=True)
             y: list[Tensor] = []
-            sent = TestWire.calls(lambda: y.append(getattr(sf, name)(x, "a", **kwargs)))
+            sent = TestWire.calls(lambda: y.append(getattr(functional, name)(x, "a", **kwargs)))
             return sent, TestWire.calls(lambda: y[0].sum().backward())
 
         for sent, returned in world(2).run(lambda: under({"a": 2}, body, check=False)):
@@ -380,7 +380,7 @@ DIFFERENTIATED = {
 def test_an_extreme_value_is_not_differentiated(name: str, way: str) -> None:
     def body() -> str:
         with pytest.raises(NotImplementedError) as caught:
-            DIFFERENTIATED[way](lambda x: getattr(sf, name)(x, "a"), torch.randn(2))
+            DIFFERENTIATED[way](lambda x: getattr(functional, name)(x, "a"), torch.randn(2))
         return str(caught.value)
 
     for message in world(2).run(lambda: under({"a": 2}, body)):
@@ -411,7 +411,7 @@ UNDIFFERENTIATED = {
 def test_an_extreme_value_serves_where_nothing_differentiates_it(name: str, way: str) -> None:
     def body() -> Any:
         xs = [torch.tensor([1.0, 5.0]), torch.tensor([3.0, 2.0])]
-        got = UNDIFFERENTIATED[way](lambda x: getattr(sf, name)(x, "a"), xs[sf.axis_index("a")])
+        got = UNDIFFERENTIATED[way](lambda x: getattr(functional, name)(x, "a"), xs[sf.axis_index("a")])
         return (got - spec_of(name)(xs)[0]).abs().max().item()
 
     assert worst(world(2).run(lambda: under({"a": 2}, body))) <= 1e-12
@@ -426,8 +426,8 @@ def test_a_stable_softmax_over_cut_logits_is_right() -> None:
             return (sf.psum((local - top[:, None]).exp().sum(-1), "a").log() + top).sum()
 
         want = torch.softmax(whole, -1)
-        mine = sf.local_slice(whole, "a", dim=1)
-        return (sf.grad(loss)(mine) - sf.local_slice(want, "a", dim=1)).abs().max().item()
+        mine = sf.collectives.local_slice(whole, "a", dim=1)
+        return (sf.grad(loss)(mine) - sf.collectives.local_slice(want, "a", dim=1)).abs().max().item()
 
     assert worst(world(4).run(lambda: under({"a": 4}, body))) <= 1e-12
 
@@ -436,13 +436,13 @@ WRITTEN: dict[str, Callable[[Tensor, int], Tensor]] = {
     "pvary": lambda x, n: sf.pvary(x, "a"),
     "psum": lambda x, n: sf.psum(x, "a"),
     "pmean": lambda x, n: sf.pmean(x, "a"),
-    "local_slice": lambda x, n: sf.local_slice(x, "a"),
+    "local_slice": lambda x, n: sf.collectives.local_slice(x, "a"),
     "all_gather": lambda x, n: sf.all_gather(x, "a"),
     "all_gather to invariant": lambda x, n: sf.all_gather(x, "a", to="invariant"),
     "reduce_scatter": lambda x, n: sf.reduce_scatter(x, "a"),
     "ppermute": lambda x, n: sf.ppermute(x, "a", [(i, i) for i in range(n)]),
     "all_to_all": lambda x, n: sf.all_to_all(x, "a", split_dim=0, concat_dim=0),
-    "ragged_all_to_all": lambda x, n: sf.ragged_all_to_all(x, "a", [4 // n] * n),
+    "ragged_all_to_all": lambda x, n: sf.collectives.ragged_all_to_all(x, "a", [4 // n] * n),
     "pmax": lambda x, n: sf.pmax(x, "a"),
     "pmin": lambda x, n: sf.pmin(x, "a"),
 }
@@ -497,7 +497,7 @@ def test_a_sum_has_the_same_bits_on_all_ranks_and_narrow_numbers_are_rounded_onc
 def test_gather_undoes_slice_and_permutations_undo_themselves(sizes: dict[str, int], axis: Any) -> None:
     def body() -> bool:
         x = draws.tensor_of((8, 4), torch.float64, 3)
-        mine = sf.local_slice(x, axis, dim=1)
+        mine = sf.collectives.local_slice(x, axis, dim=1)
         ring = [(i, (i + 1) % 4) for i in range(4)]
         back = [(target, source) for source, target in ring]
         there = sf.all_to_all(mine, axis, split_dim=0, concat_dim=1)
@@ -540,8 +540,8 @@ DIFFERING: dict[str, tuple[Any, Any]] = {
         lambda: sf.ppermute(torch.ones(2), "a", [(1, 0)]),
     ),
     "lengths that do not fit": (
-        lambda: sf.ragged_all_to_all(torch.ones(4), "a", [1, 3], [1, 2]),
-        lambda: sf.ragged_all_to_all(torch.ones(4), "a", [2, 2], [2, 2]),
+        lambda: sf.collectives.ragged_all_to_all(torch.ones(4), "a", [1, 3], [1, 2]),
+        lambda: sf.collectives.ragged_all_to_all(torch.ones(4), "a", [2, 2], [2, 2]),
     ),
     "a permutation that only one rank takes part in": (
         lambda: [sf.ppermute(torch.full((2,), float(i)), "a", [(0, 1)]) for i in range(2)],
@@ -628,7 +628,7 @@ class TestDebugging:
         def body() -> Any:
             def f(x: Tensor) -> Tensor:
                 y = sf.all_gather(x, "a")
-                y = sf.ragged_all_to_all(y[: 1 + sf.axis_index("a")], "a", [1, sf.axis_index("a")])
+                y = sf.collectives.ragged_all_to_all(y[: 1 + sf.axis_index("a")], "a", [1, sf.axis_index("a")])
                 return sf.psum(
                     (y**2).sum() + sf.ppermute(x, "a", [(0, 1)]).sum() + sf.pmean(sf.pvary(x, "a"), "a").sum(), "a"
                 )

@@ -68,8 +68,8 @@ def step(params: Any, names: str = "abc") -> Any:
     return sf.value_and_grad(model)(params, names)
 
 
-def trained(flat: sf.FlatShard) -> sf.FlatShard:
-    return sf.FlatShard(flat.values.detach().requires_grad_(), flat.layout)
+def trained(flat: sf.shards.FlatShard) -> sf.shards.FlatShard:
+    return sf.shards.FlatShard(flat.values.detach().requires_grad_(), flat.layout)
 
 
 # --- programs that are told what differs: the ranks live on ---
@@ -237,7 +237,7 @@ def checked(trees: bool = False) -> tuple[str, str]:
     mine = {"ca"[not culprit()]: torch.ones(2), "b": torch.ones(2)} if trees else torch.ones(2 + culprit())
     try:
         sf.shard_map(lambda: sf.psum(mine, "shard"), mesh=mesh(), in_specs=..., out_specs=...)()
-    except sf.VaryingError as error:
+    except sf.check.VaryingError as error:
         return error.findings[0].kind, str(error)
     return "", ""
 
@@ -439,9 +439,9 @@ def strategies() -> dict[str, tuple[Any, dict[str, Any], dict[str, str]]]:
         "buffers": (sf.full_shard(both), {}, native),
         "broadcasts": (sf.full_shard(both), {}, {"all_gather": "broadcasts", "reduce_scatter": "exchange"}),
         "sums": (sf.ddp(both), {}, {}),
-        "state": (sf.zero1(both), {}, {}),
+        "state": (sf.strategies.zero1(both), {}, {}),
         "replicas": (sf.hybrid_shard(shard="shard", replica="replica"), {}, {}),
-        "hops": (sf.mics(both), {}, {}),
+        "hops": (sf.strategies.mics(both), {}, {}),
         "few bits": (sf.full_shard(both), few, {}),
         "few bits, replicas": (sf.hybrid_shard(shard="shard", replica="replica"), few, native),
     }
@@ -460,8 +460,8 @@ def moved_and_compared(name: str) -> tuple[set[Any], set[Any]]:
         compare(op, values, axis, served=served)
 
     with (
-        mock.patch.object(into_buffers, "compare", counted), sf.transports(square, **ways),
-        sf.debug(collectives=True), sf.ledger() as log,
+        mock.patch.object(into_buffers, "compare", counted), sf.collectives.transports(square, **ways),
+        sf.debug(collectives=True), sf.collectives.ledger() as log,
     ):  # fmt: skip
         x = torch.ones(2, 16)
         _, grads = sf.value_and_grad(lambda p: layer(p["b"], layer(p["a"], x)).sum())(params)

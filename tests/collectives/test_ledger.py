@@ -42,10 +42,10 @@ class Setting:
     def step(self, loss: Any = None) -> Any:
         return sf.value_and_grad(loss or self.loss)(self.flat)
 
-    def recorded(self, loss: Any = None) -> sf.Ledger:
+    def recorded(self, loss: Any = None) -> sf.collectives.Ledger:
         """Of a second step: in the first, ranks compare what they run."""
         self.step(loss)
-        with sf.ledger() as log:
+        with sf.collectives.ledger() as log:
             self.step(loss)
         return log
 
@@ -55,7 +55,7 @@ class Setting:
         return part.values.numel() * part.values.element_size()
 
 
-def kinds(log: sf.Ledger) -> Any:
+def kinds(log: sf.collectives.Ledger) -> Any:
     return {
         "forward": [one.stage for one in log.select(op="all_gather", backward=False)],
         "backward": [one.stage for one in log.select(op="all_gather", backward=True)],
@@ -93,7 +93,7 @@ def test_backward_gathers_what_the_ring_no_longer_holds(world: World, prefetch: 
 
 def gathered_when_the_embedding_runs() -> Any:
     seen: list[list[str]] = []
-    logs: list[sf.Ledger] = []
+    logs: list[sf.collectives.Ledger] = []
 
     def looking(p: Any, tokens: Tensor) -> Tensor:
         seen.append([one.stage for log in logs for one in log.records])
@@ -110,7 +110,7 @@ def gathered_when_the_embedding_runs() -> Any:
         return s.head(ordered[-1], x).square().sum()
 
     s.step(whole_order)
-    with sf.ledger() as log:
+    with sf.collectives.ledger() as log:
         logs.append(log)
         s.step(whole_order)
     return seen[-1], kinds(log)
@@ -136,7 +136,7 @@ def a_layer_that_comes_again(prefetch: int) -> Any:
 
     with torch.no_grad():
         loss(None)
-        with sf.ledger() as log:
+        with sf.collectives.ledger() as log:
             loss(None)
     return kinds(log)["forward"]
 
@@ -213,7 +213,7 @@ def test_a_hybrid_step_sums_each_piece_over_the_replicas(world: World) -> None:
             ("all_reduce", ("replica",), True, True): n,
         }
         assert (scattered, reduced) == (total, total)
-    for found, *_ in world.run(hybrid, sf.hybrid_shard_zero2(shard="shard", replica="replica")):
+    for found, *_ in world.run(hybrid, sf.strategies.hybrid_shard_zero2(shard="shard", replica="replica")):
         assert found["all_gather", ("shard",), True, True] == 0
     for found, _, reduced, total in world.run(hybrid, sf.ddp(("replica", "shard"))):
         assert found == {("all_reduce", ("replica", "shard"), True, True): n}
@@ -224,12 +224,12 @@ def by_backward() -> Any:
     s = Setting()
     leaves = [x.clone().requires_grad_() for x in (s.flat["embed"].values, s.flat["head"].values)]
     ps = {
-        "embed": sf.FlatShard(leaves[0], s.flat["embed"].layout),
+        "embed": sf.shards.FlatShard(leaves[0], s.flat["embed"].layout),
         "blocks": s.flat["blocks"],
-        "head": sf.FlatShard(leaves[1], s.flat["head"].layout),
+        "head": sf.shards.FlatShard(leaves[1], s.flat["head"].layout),
     }
     s.loss(ps).backward()
-    with sf.ledger() as log:
+    with sf.collectives.ledger() as log:
         s.loss(ps).backward()
     return kinds(log)
 
@@ -244,10 +244,10 @@ def test_what_needs_no_gradient_is_not_scattered(world: World) -> None:
 def without_gradients() -> Any:
     s = Setting()
     s.step()
-    with torch.no_grad(), sf.ledger() as log:
+    with torch.no_grad(), sf.collectives.ledger() as log:
         s.loss(s.flat)
         s.loss(s.flat)
-    with sf.ledger() as other:
+    with sf.collectives.ledger() as other:
         s.loss(s.flat)
     return kinds(log), kinds(other), log.count(scheduled=False)
 
@@ -286,18 +286,18 @@ def test_parameters_that_are_there_are_not_gathered_again(world: World) -> None:
 def nested() -> None:
     s = Setting()
     s.step()
-    with sf.ledger() as outer:
+    with sf.collectives.ledger() as outer:
         s.step()
-        with sf.ledger() as inner:
+        with sf.collectives.ledger() as inner:
             s.step()
-        with sf.ledger() as empty:
+        with sf.collectives.ledger() as empty:
             pass
     assert len(outer.records) == 2 * len(inner.records) > 0
     assert outer.records[len(inner.records) :] == inner.records
     assert empty.records == []
     s.step()
     assert len(outer.records) == 2 * len(inner.records), "it is over"
-    with pytest.raises(KeyError), sf.ledger() as broken:
+    with pytest.raises(KeyError), sf.collectives.ledger() as broken:
         raise KeyError
     s.step()
     assert broken.records == []
@@ -319,7 +319,7 @@ def numbers() -> None:
     text = str(log)
     for word in ("op", "axis", "MB sent", "all_gather", "reduce_scatter", "scheduled", "backward", "shard", "float64"):
         assert word in text
-    with sf.ledger() as nothing:
+    with sf.collectives.ledger() as nothing:
         pass
     assert "op" in str(nothing)
     with pytest.raises(AttributeError):
@@ -341,7 +341,7 @@ def by_hand() -> Any:
 
     run = sf.shard_map(body, mesh=mesh, in_specs=P(("replica", "shard")), out_specs=(P(), ...))
     run(x)
-    with sf.ledger() as log:
+    with sf.collectives.ledger() as log:
         run(x)
     return [(one.op, one.axis, one.bytes, one.dtype, one.scheduled, one.stage, one.backward) for one in log.records]
 
@@ -367,7 +367,7 @@ def inside_a_stage() -> Any:
 
     run = sf.shard_map(sf.grad(loss), mesh=mesh, in_specs=(...,), out_specs=...)
     run(flat)
-    with sf.ledger() as log:
+    with sf.collectives.ledger() as log:
         run(flat)
     return [(one.op, one.axis, one.stage, one.scheduled, one.backward) for one in log.records]
 
@@ -388,12 +388,12 @@ def chosen() -> Any:
     s.step()
     found = []
     for ways in ({"all_gather": "native", "reduce_scatter": "native"}, {"reduce_scatter": "exchange"}, {}):
-        with sf.transports(s.mesh, **ways), sf.ledger() as log:
+        with sf.collectives.transports(s.mesh, **ways), sf.collectives.ledger() as log:
             _, gradient = s.step()
         found.append((gradient["head"].values, {(one.op, one.how) for one in log.records}))
-    with pytest.raises(ValueError, match="pigeon"), sf.transports(s.mesh, all_gather="pigeon"):
+    with pytest.raises(ValueError, match="pigeon"), sf.collectives.transports(s.mesh, all_gather="pigeon"):
         pass
-    with pytest.raises(ValueError, match="all_to_all"), sf.transports(s.mesh, all_to_all="native"):
+    with pytest.raises(ValueError, match="all_to_all"), sf.collectives.transports(s.mesh, all_to_all="native"):
         pass
     assert all((one[0] - found[0][0]).abs().max() < 1e-12 for one in found)
     return [ways for _, ways in found]

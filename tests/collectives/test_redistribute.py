@@ -81,7 +81,7 @@ def moved(before: Side, after: Side) -> tuple[str, str]:
     whole = draws.tensor_of(SHAPE[: len(before.cuts)], torch.float64, 1)
     mine = before.cut(terms(whole, before.partial, at, before.partial), at)
     try:
-        got = sf.redistribute(mine, pattern)
+        got = sf.collectives.redistribute(mine, pattern)
     except ValueError as error:
         return f"refused: {error}" if pattern in str(error) else f"unclear: {error}", pattern
     want = after.cut(terms(whole, before.partial, at, after.partial), at)
@@ -100,7 +100,7 @@ def closes(before: Side, after: Side) -> float:
         return draws.tensor_of(tuple(shape), torch.float64, seed + place)
 
     def f(x: Tensor) -> Tensor:
-        return sf.redistribute(x, pattern)
+        return sf.collectives.redistribute(x, pattern)
 
     shape = before.cut(torch.empty(SHAPE[: len(before.cuts)]), dict.fromkeys(AXES, 0)).shape
     t = drawn(shape, takes, 100)
@@ -148,9 +148,9 @@ ROWS = [  # left, right, the same by hand
     ("x/b/a y", "x y", lambda t: sf.all_gather(t, ("b", "a"), dim=0)),
     ("x/a/b y", "x/a y", lambda t: sf.all_gather(t, "b", dim=0)),
     ("x/a y/b", "x y", lambda t: sf.all_gather(sf.all_gather(t, "a", dim=0), "b", dim=1)),
-    ("x y", "x/a y", lambda t: sf.local_slice(t, "a", dim=0)),
-    ("x y", "x y/b/a", lambda t: sf.local_slice(t, ("b", "a"), dim=1)),
-    ("x y", "x/a y/b", lambda t: sf.local_slice(sf.local_slice(t, "a", dim=0), "b", dim=1)),
+    ("x y", "x/a y", lambda t: sf.collectives.local_slice(t, "a", dim=0)),
+    ("x y", "x y/b/a", lambda t: sf.collectives.local_slice(t, ("b", "a"), dim=1)),
+    ("x y", "x/a y/b", lambda t: sf.collectives.local_slice(sf.collectives.local_slice(t, "a", dim=0), "b", dim=1)),
     ("x y +a", "x/a y", lambda t: sf.reduce_scatter(t, "a", dim=0)),
     ("x y +a +b", "x y/a/b", lambda t: sf.reduce_scatter(t, ("a", "b"), dim=1)),
     ("x/a y +b", "x/a/b y", lambda t: sf.reduce_scatter(t, "b", dim=0)),
@@ -160,7 +160,7 @@ ROWS = [  # left, right, the same by hand
     ("x y +a +b", "x/a y", lambda t: sf.psum(sf.reduce_scatter(t, "a", dim=0), "b")),
     ("x/a y", "x y/a", lambda t: sf.all_to_all(t, "a", split_dim=1, concat_dim=0)),
     ("x/b y/a", "x y/a/b", lambda t: sf.all_to_all(t, "b", split_dim=1, concat_dim=0)),
-    ("x/a y", "x/b y", lambda t: sf.local_slice(sf.all_gather(t, "a", dim=0), "b", dim=0)),
+    ("x/a y", "x/b y", lambda t: sf.collectives.local_slice(sf.all_gather(t, "a", dim=0), "b", dim=0)),
     ("x/a y", "x/a y", lambda t: t),
 ]
 
@@ -174,8 +174,8 @@ def test_a_pattern_is_the_collective_that_one_would_write(left: str, right: str,
         def loss(f: Any) -> Any:
             return sf.value_and_grad(lambda x: torch.sin(f(x)).sum())(x)
 
-        pairs = [(loss(lambda x: sf.redistribute(x, f"{left} -> {right}")), loss(by_hand))]
-        pairs += [((sf.redistribute(x, f"{left}->{right}"),), (by_hand(x),))]
+        pairs = [(loss(lambda x: sf.collectives.redistribute(x, f"{left} -> {right}")), loss(by_hand))]
+        pairs += [((sf.collectives.redistribute(x, f"{left}->{right}"),), (by_hand(x),))]
         return [(one - two).abs().max().item() for ones, twos in pairs for one, two in zip(ones, twos, strict=True)]
 
     # Each rank's own loss, of what may be the same on all of them: its derivative is that of their sum.
@@ -196,7 +196,7 @@ def test_a_pattern_is_the_collective_that_one_would_write(left: str, right: str,
 def test_there_and_back_is_the_identity(there: str, back: str) -> None:
     def body() -> bool:
         x = draws.tensor_of((4, 8), torch.float64, sf.axis_index(AXES))
-        return sf.redistribute(sf.redistribute(x, there), back).equal(x)
+        return sf.collectives.redistribute(sf.collectives.redistribute(x, there), back).equal(x)
 
     # What was gathered counts as varying, so that cutting it again has another derivative: values alone are compared.
     assert world(4).run(on_mesh, body, False) == [True] * 4
@@ -205,14 +205,16 @@ def test_there_and_back_is_the_identity(there: str, back: str) -> None:
 def test_a_tree_is_moved_leaf_by_leaf() -> None:
     def body() -> Any:
         x = torch.ones(2, 4) * (1 + sf.axis_index("a"))
-        tree = sf.redistribute({"w": x, "more": (2 * x, None)}, "x/a y -> x y")
+        tree = sf.collectives.redistribute({"w": x, "more": (2 * x, None)}, "x/a y -> x y")
         return tree["w"][:, 0].tolist(), tree["more"][0][:, 0].tolist(), tree["more"][1]
 
     assert world(4).run(on_mesh, body) == [([1.0, 1.0, 2.0, 2.0], [2.0, 2.0, 4.0, 4.0], None)] * 4
 
 
 def test_scalars_have_no_dimensions() -> None:
-    found = world(4).run(on_mesh, lambda: sf.redistribute(torch.tensor(1.0 + sf.axis_index("a")), "+a -> ").item())
+    found = world(4).run(
+        on_mesh, lambda: sf.collectives.redistribute(torch.tensor(1.0 + sf.axis_index("a")), "+a -> ").item()
+    )
     assert found == [3.0] * 4
 
 
@@ -287,17 +289,17 @@ def test_a_pattern_that_cannot_be_done_is_quoted(pattern: str, words: list[str])
     ],
 )
 def test_a_pattern_that_does_not_fit_is_quoted(pattern: str, shape: Any, kind: type[Exception], words: Any) -> None:
-    for error in world(4, "threads").errors(on_mesh, lambda: sf.redistribute(torch.ones(shape), pattern)):
+    for error in world(4, "threads").errors(on_mesh, lambda: sf.collectives.redistribute(torch.ones(shape), pattern)):
         assert type(error) is kind
         assert [word for word in [repr(pattern), *words] if word not in str(error)] == []
 
 
 def test_a_number_is_no_tensor_to_redistribute() -> None:
-    for error in world(4, "threads").errors(on_mesh, lambda: sf.redistribute({"n": 3}, "+a -> ")):
+    for error in world(4, "threads").errors(on_mesh, lambda: sf.collectives.redistribute({"n": 3}, "+a -> ")):
         assert type(error) is TypeError
         assert "int" in str(error)
 
 
 def test_without_a_mesh_a_pattern_means_nothing() -> None:
     with pytest.raises(NameError, match="no mesh in scope"):
-        sf.redistribute(torch.ones(2), "x/a -> x")
+        sf.collectives.redistribute(torch.ones(2), "x/a -> x")

@@ -36,14 +36,23 @@ def collectives(axis: Any, n: int) -> dict[str, Made]:
         made[f"{name} of an expanded value"] = lambda x, f=f: f(x.expand(3, 2), axis), (floats(1, 2),)
     made["psum of complex numbers"] = lambda x: sf.psum(x, axis), (floats(4).to(torch.complex128),)
     made["pmax of bools"] = lambda x: sf.pmax(x, axis), (floats(4) > 2,)
-    made["ragged_all_to_all"] = lambda x: sf.ragged_all_to_all(x, axis, [2] * n, [2] * n), (floats(2 * n, 2),)
-    made["ragged_all_to_all, not told"] = lambda x: sf.ragged_all_to_all(x, axis, [2] * n), (floats(2 * n, 2),)
+    made["ragged_all_to_all"] = (
+        lambda x: sf.collectives.ragged_all_to_all(x, axis, [2] * n, [2] * n),
+        (floats(2 * n, 2),),
+    )
+    made["ragged_all_to_all, not told"] = (
+        lambda x: sf.collectives.ragged_all_to_all(x, axis, [2] * n),
+        (floats(2 * n, 2),),
+    )
     made["ppermute to nobody"] = lambda x: sf.ppermute(x, axis, []), (floats(2),)
     made["psum twice"] = lambda x: [y := sf.psum(x, axis), sf.psum(y, axis)], (floats(2),)
     if axis:
-        made["redistribute"] = lambda x: sf.redistribute(x, f"d/{axis} f -> d f"), (floats(2, 2),)
-        made["redistribute to the same"] = lambda x: sf.redistribute(x, f"d/{axis} f -> d/{axis} f"), (floats(2, 2),)
-        made["redistribute a sum"] = lambda x: sf.redistribute(x, f"d f +{axis} -> d f"), (floats(2, 2),)
+        made["redistribute"] = lambda x: sf.collectives.redistribute(x, f"d/{axis} f -> d f"), (floats(2, 2),)
+        made["redistribute to the same"] = (
+            lambda x: sf.collectives.redistribute(x, f"d/{axis} f -> d/{axis} f"),
+            (floats(2, 2),),
+        )
+        made["redistribute a sum"] = lambda x: sf.collectives.redistribute(x, f"d f +{axis} -> d f"), (floats(2, 2),)
     return made
 
 
@@ -123,8 +132,8 @@ def placed(sizes: dict[str, int]) -> dict[str, list[str]]:
     found = {}
     for strategy in (
         sf.full_shard("a"),
-        sf.zero1("a"),
-        sf.shard_grad_op("a"),
+        sf.strategies.zero1("a"),
+        sf.strategies.shard_grad_op("a"),
         sf.ddp("a"),
         sf.full_shard("a").only_on(b=0),
     ):
@@ -137,7 +146,7 @@ def placed(sizes: dict[str, int]) -> dict[str, list[str]]:
         named = {"w": floats(4, 2), "v": floats(2)}
         like = {key: value.to("meta") for key, value in named.items()}
         found[f"shard_named {strategy}"] = changed(
-            lambda named, s=strategy, m=size, like=like: sf.shard_named(named.items(), like, m, s), (named,)
+            lambda named, s=strategy, m=size, like=like: sf.shards.shard_named(named.items(), like, m, s), (named,)
         )
         found[f"init_sharded {strategy}"] = changed(
             lambda w, s=strategy, m=size: sf.init_sharded({"w": w, "x": lambda g: torch.ones(3)}, 0, m, s),

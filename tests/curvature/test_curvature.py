@@ -441,10 +441,10 @@ def noisy(kind: str) -> tuple[float, bool]:
             "empirical": lambda: sc.empirical_fisher(lambda p: outputs(p).square().sum(1), p),
         }
         H = made[kind]()
-        a = sf.vdot(u, H @ v)
+        a = so.vdot(u, H @ v)
         torch.rand(3)
         before = torch.get_rng_state()
-        b = sf.vdot(v, H @ u)
+        b = so.vdot(v, H @ u)
         return abs(float(a - b)) / abs(float(a)), torch.equal(before, torch.get_rng_state())
 
     return sf.shard_map(both, mesh=mesh, in_specs=..., out_specs=..., check=False)(params, u, v)
@@ -500,7 +500,7 @@ def of_module(frozen: tuple[str, ...], dtype: torch.dtype = torch.float64) -> tu
 
     mapped = sf.shard_map(both, mesh=mesh, in_specs=(..., ..., sf.P("shard")), out_specs=...)
     products = mapped(params, v, [mine])
-    missing = [node.values is None for node in optree.tree_leaves(v, is_leaf=lambda n: type(n) is sf.FlatShard)]
+    missing = [node.values is None for node in optree.tree_leaves(v, is_leaf=lambda n: type(n) is sf.shards.FlatShard)]
     whole = sf.unshard(params)
     fixed = sf.unshard(optree.tree_map(lambda p: torch.zeros_like(p), params))
     direction = optree.tree_map(lambda z, d: z if d is None else d, fixed, sf.unshard(v), none_is_leaf=True)
@@ -577,7 +577,7 @@ X = {"x": torch.ones(3)}
         (lambda sc, p, m: sc.critical_sharpness(lambda p: p["x"].sum(), X, X, rate=-1.0), ValueError, "rate .*got -1"),
         (lambda sc, p, m: sf.grad(lambda v: (given(torch.eye(3)) @ {"x": v})["x"].sum())(torch.ones(3)),
          RuntimeError, "a derivative through"),
-        (lambda sc, p, m: sf.grad(lambda p: sf.vdot(p, sc.hvp(lambda p: p["x"].sum(), p) @ p))(X),
+        (lambda sc, p, m: sf.grad(lambda p: so.vdot(p, sc.hvp(lambda p: p["x"].sum(), p) @ p))(X),
          RuntimeError, "a derivative through"),
         (lambda sc, p, m: torch.func.grad(lambda v: (given(torch.eye(3)) @ {"x": v})["x"].sum())(torch.ones(3)),
          RuntimeError, "a derivative through"),
@@ -671,7 +671,7 @@ def test_an_operator_of_overwritten_parameters_is_refused() -> None:
 
 def test_inner_products_in_float32_do_not_drift() -> None:
     x = {"x": torch.full((10_000_000,), 0.1)}
-    assert abs(float(sf.vdot(x, x)) / 1e5 - 1) < 1e-6
+    assert abs(float(so.vdot(x, x)) / 1e5 - 1) < 1e-6
 
 
 def test_a_solution_in_float32_tells_its_residual() -> None:
@@ -718,7 +718,7 @@ def test_padding_of_embeddings_has_no_tangents(padding: int) -> None:
         sc.ggn(model, loss, p),
         sc.empirical_fisher(lambda p: model(p).sum(1), p),
     ):
-        a, b = sf.vdot(u, A @ v), sf.vdot(v, A @ u)
+        a, b = so.vdot(u, A @ v), so.vdot(v, A @ u)
         assert abs(float(a - b)) < 1e-12 * abs(float(a))
         assert torch.equal((A @ v)["t"][padding], torch.zeros(3).double())
 

@@ -270,7 +270,7 @@ def cost_of_a_product() -> tuple[list[int], list[int]]:
     hessian = sc.hvp(lambda p: loss(p, x), params)
     for run in (lambda: sf.grad(loss)(params, x), lambda: hessian @ v):
         run()
-        with sf.ledger() as log, FlopCounterMode(display=False) as counter:
+        with sf.collectives.ledger() as log, FlopCounterMode(display=False) as counter:
             run()
         flops.append(counter.get_total_flops())
         nbytes.append(sum(entry.bytes for entry in log.records if entry.op == "reduce_scatter"))

@@ -469,7 +469,7 @@ def communicated() -> Any:
     per_example(losses, params, own)
     found = []
     for run in (lambda: sf.grad(lambda p: losses(p, own).sum())(params), lambda: per_example(losses, params, own)):
-        with sf.ledger() as log:
+        with sf.collectives.ledger() as log:
             run()
         found.append([entry.op for entry in log.records if entry.scheduled])
         found.append([entry.op for entry in log.records if not entry.scheduled])
@@ -489,7 +489,7 @@ def held_by_norms() -> list[int]:
 
     for run in (lambda: sf.grad(lambda p: losses(p, x).sum())(params), lambda: per_example(losses, params, x).norms):
         for _ in range(3):
-            with sf.ledger() as log:
+            with sf.collectives.ledger() as log:
                 run()
         found.append(log.gathered)
     return found

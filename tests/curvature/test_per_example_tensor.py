@@ -69,7 +69,7 @@ def by_linear(p: Any, x: Tensor, t: Any) -> Tensor:
 
 def sequences(p: Any, x: Tensor, t: Any) -> Tensor:
     """Activations between layers are cut along the sequence, and so what an uncut norm meets."""
-    x = sf.local_slice(x, t, dim=1)
+    x = sf.collectives.local_slice(x, t, dim=1)
     n, shift = sf.pvary(p["n"], t), sf.pvary(p["db"], t)
     h = parallel.to_parallel(F.rms_norm(x, (D,), n), t, sequence=1)
     x = x + parallel.from_parallel(torch.tanh(h @ p["up"]) @ p["down"], t, sequence=1) + shift
@@ -83,7 +83,7 @@ def cut_norms(p: Any, x: Tensor, t: Any) -> Tensor:
 
 def cut_here(p: Any, x: Tensor, t: Any) -> Tensor:
     """A weight that no axis cuts is cut by the program."""
-    own = sf.local_slice(p["odd"], t, dim=1)
+    own = sf.collectives.local_slice(p["odd"], t, dim=1)
     return x + sf.all_gather(torch.tanh(parallel.to_parallel(x, t) @ own), t, dim=-1, to="invariant")
 
 
@@ -104,7 +104,7 @@ def computed(p: Any, x: Tensor, t: Any) -> Tensor:
 def moved(p: Any, x: Tensor, t: Any) -> Tensor:
     """Columns change ranks, of the weight and of what is computed."""
     w = sf.all_to_all(p["up"], t, split_dim=0, concat_dim=1)  # [d / size, 12]
-    x_here = sf.local_slice(x, t, dim=2)
+    x_here = sf.collectives.local_slice(x, t, dim=2)
     h = sf.reduce_scatter(x_here @ w, t, dim=2)
     return x + parallel.from_parallel(torch.tanh(h) @ p["down"], t)
 
@@ -186,7 +186,7 @@ def differences(name: str, tied: bool, checked: bool, counts: list[int], micro: 
             distance(sf.unshard(summed), clipped, floor=1.0),
             off(dots, torch.stack(products).sum(0).split(split)[place]),
         ]
-        sf.assert_replicated(summed)
+        sf.shards.assert_replicated(summed)
     return result
 
 

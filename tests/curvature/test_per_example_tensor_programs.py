@@ -98,7 +98,7 @@ def first(layer: Any) -> Callable[..., Tensor]:
 
 @program
 def tensor_ranks_are_far_apart() -> Program:
-    return Program(two_layers(), PAIR, twice(mlp), vectors, {"tensor": 2, "shard": 2}, sf.zero1("shard"))
+    return Program(two_layers(), PAIR, twice(mlp), vectors, {"tensor": 2, "shard": 2}, sf.strategies.zero1("shard"))
 
 
 @program
@@ -135,7 +135,7 @@ def layers_cut_over_other_axes() -> Program:
 def a_matrix_cut_in_both_dimensions() -> Program:
     def layer(p: Any, x: Tensor, t: Any) -> Tensor:
         more: Any = "more" if t else ()
-        own = sf.local_slice(parallel.to_parallel(x, more), t, dim=-1)
+        own = sf.collectives.local_slice(parallel.to_parallel(x, more), t, dim=-1)
         y = sf.all_gather(sf.psum(own @ p["w"], t), more, dim=-1, to="invariant")
         return torch.tanh(y) * p["n"]
 
@@ -210,7 +210,7 @@ def a_gradient_inside() -> Program:
 @program
 def a_norm_of_whole_and_of_cut_values() -> Program:
     def layer(p: Any, x: Tensor, t: Any) -> Tensor:
-        own = sf.local_slice(x, t, dim=1) * sf.pvary(p["n"], t)
+        own = sf.collectives.local_slice(x, t, dim=1) * sf.pvary(p["n"], t)
         return mlp(p, sf.all_gather(own, t, dim=1, to="invariant") + x * p["n"], t)
 
     return Program(two_layers(), PAIR, twice(layer), vectors)
@@ -323,7 +323,7 @@ def differences(name: str) -> list[float]:
     result = []
     for _ in range(2):  # the first call compares
         own, clipped = mapped(params, *batches[place])
-        sf.assert_replicated(clipped, mesh)
+        sf.shards.assert_replicated(clipped, mesh)
         result.append(off(own, norms.split([len(batch[0]) for batch in batches])[place]))
         result.append(distance(optree.tree_leaves(sf.unshard(clipped)), wanted, floor=1.0))
     return result

@@ -119,7 +119,7 @@ def scheduled() -> list[str]:
 
     mapped = sf.shard_map(run, mesh=mesh, in_specs=..., out_specs=..., check=False)
     mapped(params, hyper())
-    with sf.ledger() as log:
+    with sf.collectives.ledger() as log:
         mapped(params, hyper())
     return [f"{r.op} of {r.stage}" for r in log.records if r.stage and not r.scheduled]
 
@@ -195,7 +195,7 @@ def at_minimum(strategy: str) -> tuple[Tensor, Tensor, bool]:
 
     def loss(p: Any, h: Tensor, x: Tensor, y: Tensor) -> Tensor:
         fit = sf.psum((stage(p["w"], x) - y).square().sum(), DATA)
-        return fit + h.exp() * sf.vdot(p, p)
+        return fit + h.exp() * so.vdot(p, p)
 
     def outer(p: Any, h: Tensor) -> Tensor:
         return sf.psum((stage(p["w"], V.chunk(n)[k]) - u.chunk(n)[k]).square().sum(), DATA)

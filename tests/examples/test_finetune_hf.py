@@ -20,7 +20,7 @@ from examples import finetune_hf as example
 from examples.run import bytes_tokenizer
 from tests.interop.zoo import losses_in_float64, norms_in_float64
 
-pytestmark = pytest.mark.filterwarnings("ignore", "error::shardfn.VaryingWarning")
+pytestmark = pytest.mark.filterwarnings("ignore", "error::shardfn.check.VaryingWarning")
 
 TINY = example.Config(batch=8, context=16, warmup=2, dtype=torch.float64)
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 32}
@@ -36,7 +36,7 @@ def text() -> Tensor:
 
 def trained(name: str, mesh: Any, strategy: str, seed: int = 0, **options: Any) -> tuple[Any, ...]:
     module, tokenizer = example.made(name, TINY.dtype, **MORE[name])
-    placement = sf.strategy(strategy, shard="shard", replica="replica")
+    placement = sf.strategies.from_name(strategy, shard="shard", replica="replica")
     model, params = example.sharded(module, None, mesh, placement, seed, **options)
     run = example.train(model, params, tokenizer, TINY, mesh, (text(), text().flip(0)), STEPS, seed)
     return model, tokenizer, run
@@ -87,7 +87,7 @@ def of_uneven_rows() -> tuple[list[int], float, float]:
         model, params = example.sharded(module, None, mesh, sf.hybrid_shard(shard="shard", replica="replica"))
 
         def loss(params: Any) -> Tensor:
-            own = sf.local_slice(rows, data)
+            own = sf.collectives.local_slice(rows, data)
             return example.loss_fn(params, model, example.tokenized(bytes_tokenizer(), own, 16))
 
         cut = sf.shard_map(loss, mesh=mesh, in_specs=..., out_specs=P())(params)

@@ -22,7 +22,7 @@ if find_spec("sklearn") is None:  # which takes seconds to load, and not every w
     pytest.skip("scikit-learn is not installed", allow_module_level=True)
 from examples import image_classifier as example
 
-pytestmark = pytest.mark.filterwarnings("ignore", "error::shardfn.VaryingWarning")
+pytestmark = pytest.mark.filterwarnings("ignore", "error::shardfn.check.VaryingWarning")
 
 TINY = example.Config(batch=16, width=8, blocks=2, warmup=2, clip=1e9, dtype=torch.float64)
 STEPS = 4
@@ -31,7 +31,7 @@ Numbers = dict[str, torch.Tensor]
 
 
 def trained(name: str, mesh: Any, strategy: str) -> tuple[Any, example.Run]:
-    placement = sf.strategy(strategy, shard="shard", replica="replica")
+    placement = sf.strategies.from_name(strategy, shard="shard", replica="replica")
     return example.train(example.made(name, TINY, 0), TINY, mesh, placement, STEPS, 0)
 
 

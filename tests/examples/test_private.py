@@ -23,7 +23,7 @@ STEPS = 12
 
 def trained(strategy: str, replica: int, shard: int) -> Any:
     mesh = sf.make_mesh(device="cpu", replica=replica, shard=shard)
-    placement = sf.strategy(strategy, shard="shard", replica="replica")
+    placement = sf.strategies.from_name(strategy, shard="shard", replica="replica")
     rows, (images, labels) = digits(torch.float64)
     start, found = example.init(0, torch.float64), []
     for clip, noise in ((1.0, 1.0), (1e6, 0.0)):

@@ -18,7 +18,7 @@ from examples.run import bytes_tokenizer, joined
 from tests.interop.zoo import losses_in_float64, norms_in_float64
 from tests.reference import worst
 
-pytestmark = pytest.mark.filterwarnings("ignore", "error::shardfn.VaryingWarning")
+pytestmark = pytest.mark.filterwarnings("ignore", "error::shardfn.check.VaryingWarning")
 
 TINY = example.Config(
     batch=8, context=16, rate=5e-2, full_rate=1e-2, warmup=2, rank=2, alpha=4, looks=2, dtype=torch.float64

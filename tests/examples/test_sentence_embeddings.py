@@ -22,7 +22,7 @@ from shardfn.testing import World, world
 pytest.importorskip("transformers")
 from examples import sentence_embeddings as example
 
-pytestmark = pytest.mark.filterwarnings("ignore", "error::shardfn.VaryingWarning")
+pytestmark = pytest.mark.filterwarnings("ignore", "error::shardfn.check.VaryingWarning")
 
 TINY = example.Config(batch=8, length=12, rate=3e-3, warmup=2, looks=2, dtype=torch.float64)
 STEPS = 6
@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def loaded(folder: str, mesh: Any, strategy: str, dtype: torch.dtype = TINY.dtype) -> tuple[example.Encoder, Any]:
     config = example.Config(length=TINY.length, dtype=dtype)
-    placement = sf.strategy(strategy, shard="shard", replica="replica")
+    placement = sf.strategies.from_name(strategy, shard="shard", replica="replica")
     return example.loaded(Path(folder), mesh, placement, config)
 
 
@@ -108,7 +108,7 @@ def derivative(folder: str, replica: int, shard: int) -> tuple[float, dict[str, 
     encoder, params = loaded(folder, mesh, "hybrid_shard")
 
     def loss(params: Any) -> Tensor:
-        own = sf.local_slice(torch.arange(TINY.batch), example.DATA).tolist()
+        own = sf.collectives.local_slice(torch.arange(TINY.batch), example.DATA).tolist()
         return example.loss_fn(params, encoder, [data()[i] for i in own], TINY.scale)
 
     step = sf.shard_map(sf.value_and_grad(loss), mesh=mesh, in_specs=..., out_specs=(P(), ...))

@@ -40,7 +40,7 @@ def losses(sizes: dict[str, int], seed: int, strategy: str) -> list[float]:
 
 def placement(strategy: str) -> sf.Placement:
     name, _, parts = strategy.partition(", exact in ")
-    return sf.strategy(name, shard="shard", replica="replica").with_exact(int(parts or 0))
+    return sf.strategies.from_name(name, shard="shard", replica="replica").with_exact(int(parts or 0))
 
 
 def on(sizes: dict[str, int], seed: int = 0, strategy: str = "hybrid_shard") -> list[float]:

@@ -454,7 +454,7 @@ def generated(name: str, free_bytes: float) -> tuple[dict[str, bool], int, int]:
     want = {case: module.generate(x, **asked) for case, x in prompts.items()}  # type: ignore[operator]
     model, params, mesh = sharded(module)
     with torch.no_grad():
-        with sf.ledger() as log:
+        with sf.collectives.ledger() as log:
             got = {"same": model(params, prompts["same"], method="generate", **asked)}
         got["different"] = model(params, prompts["different"], method="generate", **asked)
         again = mapped(lambda p: model(p, prompts["same"], method="generate", **asked), mesh)(params)
@@ -482,7 +482,7 @@ def generated_on_replicas() -> tuple[bool, int]:
     want = module.generate(zoo.tokens()[:2], **asked)  # type: ignore[operator]
     model = functional(module, min_stage_params=512)
     params = model.shard(mesh, sf.hybrid_shard(shard="shard", replica="replica"))
-    with torch.no_grad(), sf.ledger() as log:
+    with torch.no_grad(), sf.collectives.ledger() as log:
         got = model(params, zoo.tokens()[:2], method="generate", **asked)
     return torch.equal(got, want), sum(record.op == "all_gather" for record in log.records)
 

@@ -463,7 +463,7 @@ def wrong_saves(folder: Path) -> dict[str, str]:
         "dtype": refused(lambda: interop.save_pretrained(folder, model, params, dtype=torch.int8), TypeError),
         "swapped": refused(lambda: interop.save_pretrained(folder, params, model), TypeError),
     }
-    for where, name in ((1, "_placed"), (0, "_finish"), (0, "begin"), (0, "publish")):
+    for where, name in ((1, "_file_portions"), (0, "_finish"), (0, "begin"), (0, "publish")):
         kept = getattr(saving, name)
         if dist.get_rank() == where:
             setattr(saving, name, full)
@@ -504,7 +504,7 @@ def test_what_cannot_be_saved_is_an_error_on_every_rank(world: World, tmp_path: 
         assert "ranks were given different paths" in told["paths"]
         assert "pass a floating-point dtype" in told["dtype"]
         assert "model is of type dict, not what interop.functional returns" in told["swapped"]
-        assert "rank 1: OSError: [Errno 28] No space left" in told["_placed"]
+        assert "rank 1: OSError: [Errno 28] No space left" in told["_file_portions"]
         assert "rank 0: OSError: [Errno 28] No space left" in told["_finish"]
         assert "rank 0: OSError: [Errno 28] No space left" in told["begin"]
         assert told["left"] == "config.json generation_config.json model.safetensors"

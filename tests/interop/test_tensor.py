@@ -20,7 +20,7 @@ from tests.interop.modules import laid, mapped, meshed, off, product
 from tests.reference import worst
 from tests.refusals import told
 
-STRATEGIES = {"full_shard": sf.full_shard("shard"), "shard_grad_op": sf.shard_grad_op("shard")}
+STRATEGIES = {"full_shard": sf.full_shard("shard"), "shard_grad_op": sf.strategies.shard_grad_op("shard")}
 HEADS = {"tie_word_embeddings": False, "num_key_value_heads": 2, "use_cache": False, "num_hidden_layers": 2}
 
 
@@ -221,7 +221,7 @@ def sizes() -> Any:
         model, params = made(name, mesh)
         step = mapped(lambda p, b, model=model, name=name: sf.value_and_grad(loss_of(name, model))(p, rows(b)), mesh)
         step(params, zoo.text())
-        with sf.ledger() as log:
+        with sf.collectives.ledger() as log:
             step(params, zoo.text())
         held = sum(x.numel() for x in torch.utils._pytree.tree_leaves(params))
         found[name] = (held, {op: log.count(op=op, axis=("tensor",)) for op in ("all_reduce", "all_to_all")})

@@ -268,7 +268,7 @@ def behaviour() -> dict[str, Any]:
         found["compiled"] = distance(step(compiled, adapters, params), (value, want), floor=1e-3)
 
     step(plain, adapters, params)
-    with sf.ledger() as log:
+    with sf.collectives.ledger() as log:
         step(plain, adapters, params)
     held = sum(x.layout.padded * x.layout.dtype.itemsize for x in optree.tree_leaves(adapters, is_leaf=is_flat))
     moved = [one for one in log.records if one.bytes > 64]

@@ -204,7 +204,7 @@ def _gradients(kind: str, model: Any, params: Any, adapters: Any, theirs: Any) -
 
     step = sf.shard_map(sf.grad(mine), mesh=mesh_of(shard=-1), in_specs=(..., P("shard")), out_specs=...)
     rows = {k: x.chunk(dist.get_world_size())[dist.get_rank()] for k, x in batch.items()}
-    found = files._tensors(model, sf.unshard(step(adapters, rows)))
+    found = files._adapter_tensors(model, sf.unshard(step(adapters, rows)))
     total, count = loss(theirs(**batch), batch)
     (total / count).backward()
     want = {}

@@ -135,10 +135,10 @@ def test_a_process_of_this_host_is_known_to_have_ended() -> None:
 def test_a_process_has_a_name_only_where_proc_shows_its_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
     own = liveness.own_process()
     monkeypatch.setattr(os, "readlink", lambda path: str(os.getpid() + 1))
-    liveness._place.cache_clear()
+    liveness._namespace_id.cache_clear()
     assert liveness.own_process() == ""
     assert not liveness.has_ended(own.rpartition(" ")[0] + " 0")
-    liveness._place.cache_clear()
+    liveness._namespace_id.cache_clear()
 
 
 def test_a_process_may_call_itself_anything() -> None:

@@ -249,7 +249,7 @@ SINGLE = """
     def body(x):
         same = [sf.psum(x, "shard"), sf.pmean(x, "shard"), sf.pmax(x, "shard"), sf.pvary(x, "shard")]
         same += [sf.all_gather(x, "shard", dim=1), sf.reduce_scatter(x, "shard"), sf.ppermute(x, "shard", [(0, 0)])]
-        same += [sf.local_slice(x, "shard"), sf.all_to_all(x, "shard", split_dim=0, concat_dim=1)]
+        same += [sf.collectives.local_slice(x, "shard"), sf.all_to_all(x, "shard", split_dim=0, concat_dim=1)]
         gradient = sf.grad(lambda x: sf.psum((x**2).sum(), "shard"))(x)
         return same, gradient, (sf.axis_index("shard"), sf.axis_size("shard"))
 

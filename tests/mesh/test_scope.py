@@ -122,7 +122,7 @@ def trained_on_two_threads(names: tuple[str, str], strategy: str = "full_shard")
     mesh = (
         sf.make_mesh(shard=2, replica=-1, device="cpu") if strategy == "mics" else sf.make_mesh(shard=-1, device="cpu")
     )
-    placement = sf.mics(("shard", "replica")) if strategy == "mics" else sf.full_shard("shard")
+    placement = sf.strategies.mics(("shard", "replica")) if strategy == "mics" else sf.full_shard("shard")
 
     def job(seed: int, stages: int) -> Callable[[], Any]:
         plain, loss = model(seed, stages)

@@ -290,16 +290,16 @@ def cut_values(draw: st.DrawFn) -> tuple[dict[str, int], P, tuple[int, ...]]:
 def test_local_and_global_shapes_are_inverse_and_numpy_agrees(drawn: Any) -> None:
     sizes, spec, shape = drawn
     mesh = mesh_of(**sizes)
-    local = sf.local_shape(shape, spec, mesh)
+    local = sf.shards.local_shape(shape, spec, mesh)
     pieces = [np.zeros(shape)]
     for dim, names in enumerate(spec.by_dim()):
         for name in names:
             pieces = [part for piece in pieces for part in np.split(piece, sizes[name], axis=dim)]
     assert {piece.shape for piece in pieces} == {local}
-    assert sf.global_shape(local, spec, mesh) == shape
+    assert sf.shards.global_shape(local, spec, mesh) == shape
     assert all(type(n) is int for n in local)
-    assert sf.local_shape(torch.Size(shape), spec, mesh) == local
-    assert sf.local_shape(sf.global_shape(shape, spec, mesh), spec, mesh) == shape
+    assert sf.shards.local_shape(torch.Size(shape), spec, mesh) == local
+    assert sf.shards.local_shape(sf.shards.global_shape(shape, spec, mesh), spec, mesh) == shape
 
 
 @pytest.mark.parametrize(
@@ -330,15 +330,15 @@ def test_local_and_global_shapes_are_inverse_and_numpy_agrees(drawn: Any) -> Non
 def test_shapes_that_do_not_fit_say_why(shape: tuple[int, ...], spec: P, words: list[str]) -> None:
     mesh = mesh_of(replica=2, shard=4)
     with pytest.raises(ValueError, match=r"dimension|axis") as caught:
-        sf.local_shape(shape, spec, mesh, "w")
+        sf.shards.local_shape(shape, spec, mesh, "w")
     assert [word for word in words if word not in str(caught.value)] == []
     if "divide" not in str(caught.value):
         with pytest.raises(ValueError, match=r"dimension|axis") as again:
-            sf.global_shape(shape, spec, mesh, "w")
+            sf.shards.global_shape(shape, spec, mesh, "w")
         assert [word for word in words if word not in str(again.value)] == []
 
 
 def test_an_empty_dimension_divides() -> None:
     mesh = mesh_of(a=2, b=3)
-    assert sf.local_shape((0, 6), P("a", "b"), mesh) == (0, 2)
-    assert sf.global_shape((0, 2), P("a", "b"), mesh) == (0, 6)
+    assert sf.shards.local_shape((0, 6), P("a", "b"), mesh) == (0, 2)
+    assert sf.shards.global_shape((0, 2), P("a", "b"), mesh) == (0, 6)

@@ -120,7 +120,7 @@ PROGRAMS: dict[str, tuple[Any, Any, str, str]] = {
         "'shard_map(total)'",
         CALLED.format("sf.checkpoint.save"),
     ),
-    "agree": (sf.assert_replicated, step, "comparing", "all_gather of 'a'"),
+    "agree": (sf.shards.assert_replicated, step, "comparing", "all_gather of 'a'"),
 }
 ENDINGS: dict[str, tuple[Any, Any, str, str]] = {
     "ends": (step, ends, "rank 1 has ended", ""),

@@ -135,7 +135,7 @@ def seen() -> tuple[list[str], list[str], list[str]]:
 
     for run in (
         lambda: so.masked(so.sgd(1.0), rule, so.adamw(1.0)).init(tree),
-        lambda: sf.partition(tree, rule),
+        lambda: sf.shards.partition(tree, rule),
         lambda: so.masked(so.masked(so.sgd(1.0), rule, so.adamw(1.0)), lambda p, s: True, so.sgd(1.0)).init(tree),
     ):
         asked.append([])

@@ -74,8 +74,8 @@ def equal(a: Any, b: Any) -> bool:
 CUTS = {
     "full_shard": sf.full_shard(DATA),
     "hybrid_shard": sf.hybrid_shard(shard="shard", replica="replica"),
-    "zero1": sf.zero1(DATA),
-    "hfsdp": sf.hfsdp(shard="shard", replica="replica"),
+    "zero1": sf.strategies.zero1(DATA),
+    "hfsdp": sf.strategies.hfsdp(shard="shard", replica="replica"),
     "ddp": sf.ddp(DATA),
 }
 

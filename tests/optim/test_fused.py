@@ -213,7 +213,7 @@ def test_other_steps_do_not_run_it_and_versions_are_increased(interpreted: Call)
 
 def test_a_kernel_that_fails_its_check_is_named_once_and_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, state = trained(torch.float32, OPTIMIZERS["a rule"], 2)
-    for name, value in {"KINDS": ("cpu",), "_installed": lambda: True}.items():
+    for name, value in {"KINDS": ("cpu",), "_has_triton": lambda: True}.items():
         monkeypatch.setattr(choice, name, value)
     monkeypatch.setattr(trusted, "_found", {})
     monkeypatch.setattr(fused.AdamW, "__call__", lambda *_: [])
@@ -330,10 +330,10 @@ def caught_rounding(change: str, folder: str) -> tuple[str, str]:
     from shardfn import optim
     from shardfn.optim import kernels, rounding
 
-    right = rounding._check(torch.float32, torch.device("cpu"))
+    right = rounding._kernel_difference(torch.float32, torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optim, "kernels", changed(kernels, *WRONG_ROUNDING[change], folder))
-        return right, rounding._check(torch.float32, torch.device("cpu"))
+        return right, rounding._kernel_difference(torch.float32, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("change", WRONG_ROUNDING)

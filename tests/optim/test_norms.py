@@ -45,10 +45,10 @@ SPECS = sf.by_path([(r".*\.w", P(None, "tensor")), (r".*\.v.*", P("tensor")), ("
 CASES: dict[str, tuple[dict[str, int], sf.Strategy, Any]] = {
     "full_shard": ({"shard": 4}, sf.full_shard("shard"), P()),
     "ddp": ({"data": 4}, sf.ddp("data"), P()),
-    "zero1": ({"data": 4}, sf.zero1("data"), P()),
+    "zero1": ({"data": 4}, sf.strategies.zero1("data"), P()),
     "hybrid_shard": ({"replica": 2, "shard": 2}, sf.hybrid_shard(shard="shard", replica="replica"), P()),
-    "hfsdp": ({"replica": 2, "shard": 2}, sf.hfsdp(shard="shard", replica="replica"), P()),
-    "uncut": ({"shard": 4}, sf.replicate_small(sf.full_shard("shard"), below=20), P()),
+    "hfsdp": ({"replica": 2, "shard": 2}, sf.strategies.hfsdp(shard="shard", replica="replica"), P()),
+    "uncut": ({"shard": 4}, sf.strategies.replicate_small(sf.full_shard("shard"), below=20), P()),
     "full_shard x tensor": ({"shard": 2, "tensor": 2}, sf.full_shard("shard"), SPECS),
     "ddp x tensor": ({"data": 2, "tensor": 2}, sf.ddp("data"), SPECS),
     "tensor": ({"data": 1, "tensor": 4}, sf.full_shard("data"), sf.by_path([(r".*\.w", P("tensor"))], strict=False)),
@@ -148,9 +148,9 @@ def test_norms_have_gradients(world: World, dtype: torch.dtype) -> None:
 
 PURE = so.chain(so.clip_by_global_norm(0.5, donate=False), so.lamb(0.1, donate=False))
 OF_GRADIENTS = {
-    "vdot": lambda p, g: sf.vdot(g, g),
+    "vdot": lambda p, g: so.vdot(g, g),
     "norm": lambda p, g: so.global_norm(g) ** 3,
-    "step": lambda p, g: sf.vdot(PURE.step(p, g, PURE.init(p))[0], g),
+    "step": lambda p, g: so.vdot(PURE.step(p, g, PURE.init(p))[0], g),
 }
 
 
@@ -227,7 +227,11 @@ def scaled_run(strategy: sf.Placement) -> Any:
 @pytest.mark.world(4)
 @pytest.mark.parametrize(
     "strategy",
-    [sf.hybrid_shard(shard="shard", replica="replica"), sf.ddp(("replica", "shard")), sf.zero1(("replica", "shard"))],
+    [
+        sf.hybrid_shard(shard="shard", replica="replica"),
+        sf.ddp(("replica", "shard")),
+        sf.strategies.zero1(("replica", "shard")),
+    ],
     ids=str,
 )
 def test_an_overflow_on_one_rank_is_skipped_by_all(world: World, strategy: sf.Placement) -> None:
@@ -279,8 +283,8 @@ def dot(case: str) -> tuple[float, float]:
         {name: layer[name] for name in SHAPES} for layer in tree(seed)["layers"]
     ]}) for seed in (0, 1))  # fmt: skip
     want = sum((x * y).sum().item() for x, y in zip(a, b, strict=True))
-    got = sf.shard_map(sf.vdot, mesh=mesh, in_specs=..., out_specs=...)(*flats)
-    slope = sf.shard_map(sf.grad(lambda p: sf.vdot(p, flats[1])), mesh=mesh, in_specs=..., out_specs=...)(flats[0])
+    got = sf.shard_map(so.vdot, mesh=mesh, in_specs=..., out_specs=...)(*flats)
+    slope = sf.shard_map(sf.grad(lambda p: so.vdot(p, flats[1])), mesh=mesh, in_specs=..., out_specs=...)(flats[0])
     wrong = [(x - y).abs().max().item() for x, y in zip(optree.tree_leaves(sf.unshard(slope)), optree.tree_leaves(
         sf.unshard(flats[1])), strict=True)]  # fmt: skip
     return abs(got.item() - want), worst(wrong)
@@ -300,11 +304,11 @@ def test_products_of_trees_that_differ_are_refused(world: World) -> None:
         mesh = sf.make_mesh(shard=2, device="cpu")
         flat = sf.shard(tree(), mesh, sf.full_shard("shard"))
         with pytest.raises(ValueError, match="vdot: the trees differ: head") as caught:
-            sf.vdot(flat, {**flat, "head": sf.shard({"head": torch.ones(6)}, mesh, sf.full_shard("shard"))["head"]})
+            so.vdot(flat, {**flat, "head": sf.shard({"head": torch.ones(6)}, mesh, sf.full_shard("shard"))["head"]})
         with pytest.raises(ValueError, match="their structures are"):
-            sf.vdot(flat, flat["layers"])
+            so.vdot(flat, flat["layers"])
         z = torch.tensor([1 + 2j, 3j])
-        return str(caught.value), abs(sf.vdot({"z": z}, {"z": z * 1j}).item() - torch.vdot(z, z * 1j).item())
+        return str(caught.value), abs(so.vdot({"z": z}, {"z": z * 1j}).item() - torch.vdot(z, z * 1j).item())
 
     for _, off in world.run(body):
         assert off < 1e-6
@@ -333,10 +337,10 @@ def without(kind: str) -> tuple[float, float, float, float]:
 
     @sf.shard_map(mesh=mesh, in_specs=..., out_specs=...)
     def gradient(params: Any) -> Any:
-        head, rest = sf.partition(params, lambda path, shape: kind != "part" or path.startswith("a"))
+        head, rest = sf.shards.partition(params, lambda path, shape: kind != "part" or path.startswith("a"))
 
         def loss(head: Any) -> Tensor:
-            return sf.pmean(sum(map(squares, sf.combine(head, rest).values())), "shard")
+            return sf.pmean(sum(map(squares, sf.shards.combine(head, rest).values())), "shard")
 
         return sf.grad(loss)(head)
 

@@ -719,12 +719,12 @@ def sines(tree: Any) -> Any:
     """Gradients of all that is trained."""
 
     def one(leaf: Any) -> Any:
-        if type(leaf) is sf.FlatShard:
+        if type(leaf) is sf.shards.FlatShard:
             found: Any = torch.sin(leaf.values) if leaf.layout.trainable else None
-            return sf.FlatShard(found, leaf.layout)
+            return sf.shards.FlatShard(found, leaf.layout)
         return torch.sin(leaf) if leaf.is_floating_point() else None
 
-    return optree.tree_map(one, tree, is_leaf=lambda x: type(x) is sf.FlatShard)
+    return optree.tree_map(one, tree, is_leaf=lambda x: type(x) is sf.shards.FlatShard)
 
 
 def of_any_kind(n: int) -> list[Any]:
@@ -732,12 +732,12 @@ def of_any_kind(n: int) -> list[Any]:
     every = OPTIMIZERS | {"dynamic_loss_scale": lambda **k: so.dynamic_loss_scale(so.adamw(0.02, **k), scale=2.0, **k)}
     wrong = []
     for kind, name, donate in itertools.product(ODD, every, (True, False)):
-        strategy = sf.zero1(DATA) if donate and n == 4 else sf.full_shard(DATA)
+        strategy = sf.strategies.zero1(DATA) if donate and n == 4 else sf.full_shard(DATA)
         flat = sf.shard(ODD[kind](), mesh, strategy, frozen=[r".*frozen.*"] if "frozen" in str(ODD[kind]()) else [])
-        whole, rest = sf.partition(ODD[kind](), lambda path, shape: "frozen" not in path)
+        whole, rest = sf.shards.partition(ODD[kind](), lambda path, shape: "frozen" not in path)
         want, _ = trained(every[name](donate=True), whole, lambda ps, _: sines(ps))
         got, _ = trained(every[name](donate=donate), flat, lambda ps, _: sines(ps))
-        pairs = zip(optree.tree_leaves(sf.unshard(got)), optree.tree_leaves(sf.combine(want, rest)), strict=True)
+        pairs = zip(optree.tree_leaves(sf.unshard(got)), optree.tree_leaves(sf.shards.combine(want, rest)), strict=True)
         if not all(torch.allclose(x, y, rtol=0, atol=1e-12) for x, y in pairs):
             wrong.append((kind, name, donate))
         assert so.all_finite(got)
@@ -758,11 +758,11 @@ def test_every_optimizer_takes_parameters_of_any_size_and_kind(world: World) -> 
 def ones(flat: Any, rank: int) -> Any:
     """Gradients as `value_and_grad` gives them."""
 
-    def one(node: sf.FlatShard) -> sf.FlatShard:
+    def one(node: sf.shards.FlatShard) -> sf.shards.FlatShard:
         fine = node.layout.state_layout
-        return sf.FlatShard(torch.ones(fine.num_elements_on(rank), dtype=node.values.dtype), fine)
+        return sf.shards.FlatShard(torch.ones(fine.num_elements_on(rank), dtype=node.values.dtype), fine)
 
-    return optree.tree_map(one, flat, is_leaf=lambda x: type(x) is sf.FlatShard)
+    return optree.tree_map(one, flat, is_leaf=lambda x: type(x) is sf.shards.FlatShard)
 
 
 Call = Callable[..., Any]
@@ -1080,7 +1080,7 @@ def test_a_rate_that_a_kernel_would_round_moves_float64_as_exactly(make: Any, mo
 def with_other_numbers(strategy: str, rates: dict[str, Any]) -> str:
     """The error of a step whose optimizer has other numbers on rank 0."""
     mesh = sf.make_mesh(shard=2, device="cpu")
-    params = sf.shard({"w": torch.ones(8)}, mesh, getattr(sf, strategy)("shard"))
+    params = sf.shard({"w": torch.ones(8)}, mesh, sf.strategies.from_name(strategy))
     optimizer = so.chain(so.clip_by_global_norm(1.0), so.adamw(**(rates if dist.get_rank() else {"lr": 1e-2})))
     state = optimizer.init(params)
 

@@ -137,7 +137,7 @@ def on_shards(libraries: list[str], folder: str) -> list[Any]:
     for name in libraries:
         kind, options = THEIRS[name]
         make = getattr(importlib.import_module(f"{name}.optim"), kind)
-        for strategy in (sf.full_shard("shard"), sf.zero1("shard")):
+        for strategy in (sf.full_shard("shard"), sf.strategies.zero1("shard")):
             runs = []
             for optimizer in (so.from_torch(make, block=256, lr=1e-2, weight_decay=0.01, **options), so.adamw(1e-2)):
                 ps = sf.shard(whole, mesh, strategy)
@@ -180,7 +180,7 @@ def rounding_at_random() -> dict[str, str]:
     plain = so.stochastic_rounding(so.from_torch(make, block=256, lr=1e-3))
     whole, found = {"w": torch.linspace(-2, 2, 512).bfloat16()}, {}
     torch.manual_seed(mesh.get_rank())
-    for name, strategy in (("ddp", sf.ddp("replica")), ("cut", sf.zero1("replica"))):
+    for name, strategy in (("ddp", sf.ddp("replica")), ("cut", sf.strategies.zero1("replica"))):
         ps = sf.shard(whole, mesh, strategy)
         for kind, one in (("theirs", optimizer), ("ours", plain)):
             try:

@@ -81,7 +81,11 @@ def differences(folder: str, names: list[str]) -> list[str]:
     mesh, wrong = sf.make_mesh(device="cpu", scratch=folder, data=-1), []
     streaming.CHUNK = 1024  # so that there are several
     for name in names:
-        for kind, strategy in {"full": sf.full_shard("data"), "zero1": sf.zero1("data"), "ddp": sf.ddp("data")}.items():
+        for kind, strategy in {
+            "full": sf.full_shard("data"),
+            "zero1": sf.strategies.zero1("data"),
+            "ddp": sf.ddp("data"),
+        }.items():
             want, *_ = trained(mesh, strategy, OPTIMIZERS[name])
             for tiers in TIERS if kind == "full" else [ALL]:
                 got, state, params = trained(mesh, strategy.with_tiers(**tiers), OPTIMIZERS[name])
@@ -117,7 +121,7 @@ def test_a_state_that_has_left_its_tier_is_refused(world: World, tmp_path: Path)
     for said in world.run(refusals, str(tmp_path)):
         assert said["in memory"] == (
             "step: the state of 'blocks.0' is in memory, and the strategy keeps it on disk: what maps over a tree "
-            "makes new tensors. Put it back: state = shardfn.to_tier(state, 'disk')"
+            "makes new tensors. Put it back: state = shardfn.shards.to_tier(state, 'disk')"
         )
         assert (
             "with block=8 its state stays on the device, and the strategy keeps that of blocks.0 on disk"

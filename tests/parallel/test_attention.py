@@ -156,7 +156,7 @@ def test_kernels_and_what_stands_in_for_them_are_attention(monkeypatch: pytest.M
     for fused in (True, False):
         if not fused:
             monkeypatch.setattr(attention, "_kernel", lambda *_: attention.PLAIN)
-        out, lse = attention.attention(q, k, v, causal, WIDTH**-0.5)
+        out, lse = attention.attention_with_lse(q, k, v, causal, WIDTH**-0.5)
         found = (out, *attention.attention_backward(ct, q, out, lse, k, v, causal, WIDTH**-0.5))
         for a, b in zip(found, (wanted[0], *wanted[1](ct)), strict=True):
             assert (a - b).abs().max() < 1e-13, f"fused: {fused}"
@@ -344,14 +344,14 @@ def test_torch_chooses_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     for backend, kernel in attention._CUDA.items():
         chosen = backend
         asked.clear()
-        assert attention._chosen(q, k, v, True, 0.5) is kernel
+        assert attention._chosen_kernel(q, k, v, True, 0.5) is kernel
         assert asked == [(HEADS, 2, True)]
     chosen = torch.nn.attention.SDPBackend.MATH.value
     asked.clear()
-    assert attention._chosen(q, k, v, True, 0.5) is attention.EFFICIENT
+    assert attention._chosen_kernel(q, k, v, True, 0.5) is attention.EFFICIENT
     assert asked == [(HEADS, 2, True), (HEADS, HEADS, False)]
     asked.clear()
-    assert attention._chosen(q, q, q, True, 0.5) is attention.PLAIN
+    assert attention._chosen_kernel(q, q, q, True, 0.5) is attention.PLAIN
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -51,7 +51,7 @@ def batch(config: Config) -> Tensor:
 
 
 def rows(tokens: Tensor) -> Tensor:
-    return sf.local_slice(tokens, SIX.rows, dim=1)
+    return sf.collectives.local_slice(tokens, SIX.rows, dim=1)
 
 
 def loss_here(params: Any, tokens: Tensor, config: Config) -> Tensor:

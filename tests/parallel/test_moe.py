@@ -211,7 +211,7 @@ def ragged() -> dict[str, float]:
     @sf.shard_map(mesh=mesh, in_specs=..., out_specs=...)
     def run(x: Tensor) -> dict[str, Tensor]:
         def f(x: Tensor) -> Tensor:
-            return sf.ragged_all_to_all(x, "a", sends[rank], receive)
+            return sf.collectives.ragged_all_to_all(x, "a", sends[rank], receive)
 
         there = f(x)
         ct = torch.arange(there.numel(), dtype=there.dtype).view(there.shape)
@@ -219,10 +219,11 @@ def ragged() -> dict[str, float]:
         both = sf.psum((there * ct).sum(), "a") - sf.psum((x * back).sum(), "a")  # transposition
         columns = torch.func.vmap(f, in_dims=1, out_dims=1)(x)
         return {
-            "value": there - wanted, "told": sf.ragged_all_to_all(x, "a", sends[rank]) - wanted, "transpose": both,
+            "value": there - wanted, "told": sf.collectives.ragged_all_to_all(x, "a", sends[rank]) - wanted,
+            "transpose": both,
             "jvp": torch.func.jvp(f, (x,), (x,))[1] - wanted, "vmap": columns - wanted,
-            "dim": sf.ragged_all_to_all(x.mT, "a", sends[rank], receive, dim=1) - wanted.mT,
-            "bool": (sf.ragged_all_to_all(x > 0, "a", sends[rank], receive) != (wanted > 0)).double(),
+            "dim": sf.collectives.ragged_all_to_all(x.mT, "a", sends[rank], receive, dim=1) - wanted.mT,
+            "bool": (sf.collectives.ragged_all_to_all(x > 0, "a", sends[rank], receive) != (wanted > 0)).double(),
         }  # fmt: skip
 
     return {name: x.abs().sum().item() for name, x in run(xs[rank]).items()}
@@ -254,17 +255,20 @@ BAD: dict[str, tuple[Any, list[str]]] = {
     "more choices than experts": (lambda: parallel.route(X, GATE, 5), ["k=5", "4 experts"]),
     "tokens without groups": (lambda: parallel.route(X[0], GATE, 1), ["(6, 5)", "[g, t, d]"]),
     "lengths that do not add up": (
-        lambda: sf.ragged_all_to_all(X[0], "expert", [1, 2], [1, 2]), ["send=[1, 2]", "adds up to 3", "is 6"]
+        lambda: sf.collectives.ragged_all_to_all(X[0], "expert", [1, 2], [1, 2]),
+        ["send=[1, 2]", "adds up to 3", "is 6"],
     ),
     "lengths that others do not send": (
-        lambda: sf.ragged_all_to_all(X[0], "expert", [2, 4], [2, 4]),
+        lambda: sf.collectives.ragged_all_to_all(X[0], "expert", [2, 4], [2, 4]),
         ["position 0 along the axis sends 4 places to position 1, which receives 2", "receive="],
     ),
     "lengths of which another rank sends none": (
-        lambda: sf.ragged_all_to_all(X[0], "expert", [6, 0], [[6, 0], [6, 6]][sf.axis_index("expert")]),
+        lambda: sf.collectives.ragged_all_to_all(X[0], "expert", [6, 0], [[6, 0], [6, 6]][sf.axis_index("expert")]),
         ["position 0 along the axis sends 0 places to position 1, which receives 6"],
     ),
-    "too few lengths": (lambda: sf.ragged_all_to_all(X[0], "expert", [6], [6]), ["send must be 2 lengths", "got [6]"]),
+    "too few lengths": (
+        lambda: sf.collectives.ragged_all_to_all(X[0], "expert", [6], [6]), ["send must be 2 lengths", "got [6]"]
+    ),
     "a batch without a capacity": (
         lambda: torch.func.vmap(lambda x: parallel.mixture_of_experts(
             expert, {"w": torch.zeros(2, WIDTH, WIDTH, dtype=torch.float64)}, x, parallel.route(x, GATE, K), "expert"

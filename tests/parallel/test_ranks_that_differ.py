@@ -116,7 +116,7 @@ def told(case: str) -> str:
     value = values[mesh.get_rank()]
     try:
         sf.shard_map(lambda: make(value), mesh=mesh, in_specs=(), out_specs=...)()
-    except sf.VaryingError as error:
+    except sf.check.VaryingError as error:
         return f"{error.findings[0].kind}: {error}"
     return ""
 

@@ -73,7 +73,7 @@ def furthest(got: Any, wanted: Any) -> float:
 TABLES = {
     "the same along pipe": sf.hybrid_shard(shard="shard", replica="pipe"),
     "whole": sf.ddp(("pipe", "shard")),
-    "gradients cut": sf.zero1(("shard", "pipe")),
+    "gradients cut": sf.strategies.zero1(("shard", "pipe")),
     "kept for the step": sf.hybrid_shard(shard="shard", replica="pipe").with_reshard("step"),
 }
 OPTIONS: list[dict[str, Any]] = [{}, {"remat": True}, {"schedule": "gpipe"}]
@@ -105,7 +105,7 @@ def differences(sizes: dict[str, int], tables: list[str | None], options: list[d
         return sf.shard_map(f, mesh=mesh, in_specs=..., out_specs=...)
 
     def f(p: Params, **option: Any) -> Tensor:
-        return loss(p, list(sf.local_slice(xs, "shard", dim=1)), "pipe", "shard", **option)
+        return loss(p, list(sf.collectives.local_slice(xs, "shard", dim=1)), "pipe", "shard", **option)
 
     def compare(name: Any, got: Any, wanted: Any) -> None:
         found[name] = furthest(optree.tree_leaves(got, none_is_leaf=True), optree.tree_leaves(wanted))

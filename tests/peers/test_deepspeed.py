@@ -28,7 +28,7 @@ from tests.peers.training import Optimizers, trained
 
 
 def zero(stage: str) -> sf.Placement:
-    return sf.strategy(stage, shard="shard", replica="replica")
+    return sf.strategies.from_name(stage, shard="shard", replica="replica")
 
 
 NESTEROV: Optimizers = (so.sgd(0.1, momentum=0.9, nesterov=True),
@@ -43,12 +43,12 @@ PARTITIONED: dict[str, dict[str, Any]] = {
     "stage 3, shapes that do not divide": {"strategy": zero("zero:3"), "build": uneven},
     "stage 3, an external parameter": {"strategy": zero("zero:3"), "build": Tied, "unstaged": [r"embed\.weight"]},
     "stage 3, a scalar": {"strategy": zero("zero:3"), "build": Scaled},
-    "stage 3, small parameters persist": {"strategy": sf.replicate_small(zero("zero:3"), below=100)},
+    "stage 3, small parameters persist": {"strategy": sf.strategies.replicate_small(zero("zero:3"), below=100)},
     "stage 3, a leaf module": {"strategy": zero("zero:3"), "build": nested, "stages": "0"},
     "stage 3, activation checkpoints": {"strategy": zero("zero:3"), "remat": True},
-    "hpZ": {"strategy": sf.hpz(shard="shard", replica="replica")},
-    "MiCS": {"strategy": sf.mics("shard", replica="replica")},
-    "MiCS, gathered in turn": {"strategy": sf.mics(("shard", "replica"))},
+    "hpZ": {"strategy": sf.strategies.hpz(shard="shard", replica="replica")},
+    "MiCS": {"strategy": sf.strategies.mics("shard", replica="replica")},
+    "MiCS, gathered in turn": {"strategy": sf.strategies.mics(("shard", "replica"))},
 }  # fmt: skip
 
 
@@ -114,7 +114,7 @@ def test_a_loss_scale_moves_as_deepspeeds(name: str) -> None:
 # --- configurations ---
 
 CONFIGS: dict[str, tuple[dict[str, Any], list[str], bool]] = {  # what is in the program, and whether it is complete
-    "stage 1": ({"zero_optimization": {"stage": 1}}, ["sf.zero1("], True),
+    "stage 1": ({"zero_optimization": {"stage": 1}}, ["sf.strategies.zero1("], True),
     "stage 2": ({"zero_optimization": {"stage": 2}}, ["sf.zero2("], True),
     "stage 3": ({"zero_optimization": {"stage": 3}}, ["sf.full_shard("], True),
     "offload to disk": (

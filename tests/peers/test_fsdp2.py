@@ -91,7 +91,7 @@ TRAINED: dict[str, dict[str, Any]] = {
     "clipped by the sum": {"optimizers": MOMENTUM, "limit": (0.3, 1.0)},
     "clipped by the largest": {"optimizers": MOMENTUM, "limit": (0.01, float("inf"))},
     "gathered once a step": {"strategy": sf.full_shard(DATA).with_reshard("step")},
-    "small parameters whole": {"strategy": sf.replicate_small(sf.full_shard(DATA), below=20)},
+    "small parameters whole": {"strategy": sf.strategies.replicate_small(sf.full_shard(DATA), below=20)},
     "strategies by path": {"strategy": lambda path, shape: sf.full_shard(DATA) if "weight" in path else sf.ddp(DATA)},
     **{f"strategy {name}": {"strategy": one} for name, one in STRATEGIES.items() if name != "hybrid_shard"},
 }
@@ -157,10 +157,10 @@ def accumulation_without_synchronization() -> None:
     accumulation(defer="all", strategy=STRATEGIES["shard_grad_op"])
 
 
-def logged(f: Callable[..., Any], strategy: str) -> sf.Ledger:
+def logged(f: Callable[..., Any], strategy: str) -> sf.collectives.Ledger:
     """The messages of a function of a model, parameters and rows."""
     mesh, mine, model, params, _ = one_set(strategy=STRATEGIES[strategy])
-    with sf.ledger() as log:
+    with sf.collectives.ledger() as log:
         mapped(functools.partial(f, model), mesh, out=...)(params, mine(rows()))
     return log
 

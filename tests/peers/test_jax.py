@@ -34,7 +34,7 @@ needs_jax = pytest.mark.skipif(
 )
 
 # Drawn programs add up what ranks have in full, of which the checker warns; what it calls an error still is one.
-pytestmark = pytest.mark.filterwarnings("ignore::shardfn.VaryingWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::shardfn.check.VaryingWarning")
 
 
 # --- programs, by number ---
@@ -102,10 +102,10 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "pmean": sf.pmean,
     "pvary": sf.pvary,
     "all_gather": lambda h, axis, dim: sf.all_gather(h, axis, dim=dim),
-    "reduce_scatter": lambda h, axis, dim: sf.psum_scatter(h, axis, dim=dim),
+    "reduce_scatter": lambda h, axis, dim: sf.reduce_scatter(h, axis, dim=dim),
     "all_to_all": lambda h, axis, split, concat: sf.all_to_all(h, axis, split_dim=split, concat_dim=concat),
     "ppermute": sf.ppermute,
-    "local_slice": lambda h, axis, dim: sf.local_slice(h, axis, dim=dim),
+    "local_slice": lambda h, axis, dim: sf.collectives.local_slice(h, axis, dim=dim),
     "over_largest": over_largest,
     "by_index": lambda h, axis: h * (1 + sf.axis_index(axis)),
     **FUNCTIONS,

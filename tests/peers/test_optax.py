@@ -363,7 +363,7 @@ def a_global_norm_counts_every_element_once() -> None:
         shards = sf.shard(tree, mesh, strategy)
         assert abs(so.global_norm(shards) - norm(tree)) < 1e-12
         assert abs(so.norms(shards).parameters["a.w"] - tree["a"]["w"].norm()) < 1e-12
-        assert abs(sf.vdot(shards, shards) - norm(tree) ** 2) < 1e-11
+        assert abs(so.vdot(shards, shards) - norm(tree) ** 2) < 1e-11
 
 
 def parameters_and_state_keep_their_dtypes() -> None:

@@ -45,7 +45,7 @@ def test_files_are_read_and_written_bit_for_bit(library: Any, kind: str, double:
                 case = (shape, dtype, block)
                 assert torch.equal(got.decoded(), want), case
                 assert (got.format, got.shape, got.dtype) == (quant.Format(kind, block, double), shape, dtype), case
-                back = bitsandbytes.tensors("w", got)
+                back = bitsandbytes.file_tensors("w", got)
                 assert list(bitsandbytes.quantized_names([*back, "other.w"])) == ["w"]
                 assert set(bitsandbytes.quantized_names(back)["w"]) == set(files) == set(back), case
                 words = {name for name in files if "quant_state" in name}
@@ -77,14 +77,14 @@ def test_codes_may_be_stored_as_other_dtypes(library: Any) -> None:
 
 def written(double: bool = True, block: int = 64) -> dict[str, Tensor]:
     x = torch.randn(40, 32, generator=torch.Generator().manual_seed(1))
-    return bitsandbytes.tensors("w", quant.quantize({"w": x}, quant.nf4(block, double=double))["w"])
+    return bitsandbytes.file_tensors("w", quant.quantize({"w": x}, quant.nf4(block, double=double))["w"])
 
 
 @pytest.mark.parametrize("double", [False, True])
 def test_what_is_written_is_read(double: bool) -> None:
     x = torch.randn(40, 32, generator=torch.Generator().manual_seed(1))
     packed = quant.quantize({"w": x}, quant.nf4(double=double))["w"]
-    again = bitsandbytes.packed("w", bitsandbytes.tensors("w", packed))
+    again = bitsandbytes.packed("w", bitsandbytes.file_tensors("w", packed))
     assert torch.equal(again.values, packed.values)
     assert (again.format, again.shape, again.dtype) == (packed.format, packed.shape, packed.dtype)
 
@@ -123,9 +123,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "cut": (changed(codes=lambda x: x[:-1]), "639 bytes of codes"),
     "no words": (lambda: bitsandbytes.packed("w", {"w": torch.zeros(4)}), "got none"),
     "not words": (changed(**{"quant_state.bitsandbytes__nf4": lambda x: x[:5]}), "cannot be read"),
-    "written, int8": (lambda: bitsandbytes.tensors("w", packed(quant.int8(64))), "int8.64., which bitsandbytes"),
-    "written, blocks": (lambda: bitsandbytes.tensors("w", packed(quant.nf4(96))), "blocks of 32, 64"),
-    "written, float64": (lambda: bitsandbytes.tensors("w", packed(quant.nf4(), torch.float64)), "was torch.float64"),
+    "written, int8": (lambda: bitsandbytes.file_tensors("w", packed(quant.int8(64))), "int8.64., which bitsandbytes"),
+    "written, blocks": (lambda: bitsandbytes.file_tensors("w", packed(quant.nf4(96))), "blocks of 32, 64"),
+    "written, float64": (
+        lambda: bitsandbytes.file_tensors("w", packed(quant.nf4(), torch.float64)), "was torch.float64"
+    ),
 }  # fmt: skip
 
 

@@ -237,7 +237,7 @@ def test_what_kernels_do_not_fit_runs_eagerly(interpreted: Call, name: str) -> N
 
 def simulated_kernels() -> list[bool]:
     with pytest.MonkeyPatch.context() as patch, simulated(ranks=2) as device:
-        patch.setattr(fused, "_installed", lambda: True)
+        patch.setattr(fused, "_has_triton", lambda: True)
         patch.setattr(fused, "KINDS", (torch.device(device.name).type, "cpu"))
         return [fused.fits(torch.zeros(4, device=place)) for place in (device.name, "cpu")]
 
@@ -249,9 +249,9 @@ def test_a_simulated_device_has_no_kernels() -> None:
 def test_a_processor_and_a_missing_triton_take_eager_code(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not fused.fits(matrix())
     monkeypatch.setattr(fused, "KINDS", ("cpu",))
-    monkeypatch.setattr(fused, "_installed", lambda: True)
+    monkeypatch.setattr(fused, "_has_triton", lambda: True)
     assert fused.fits(matrix())
-    monkeypatch.setattr(fused, "_installed", lambda: False)
+    monkeypatch.setattr(fused, "_has_triton", lambda: False)
     assert not fused.fits(matrix())
 
 
@@ -273,7 +273,7 @@ def failing(*_: Any) -> Tensor:
 def test_a_kernel_that_fails_its_check_is_named_once_and_not_used(
     monkeypatch: pytest.MonkeyPatch, kernel: Any, said: str
 ) -> None:
-    for name, value in {"KINDS": ("cpu",), "_installed": lambda: True, "encode": kernel}.items():
+    for name, value in {"KINDS": ("cpu",), "_has_triton": lambda: True, "encode": kernel}.items():
         monkeypatch.setattr(fused, name, value)
     monkeypatch.setattr(trusted, "_found", {})
     x, expected = matrix(), FORMAT._encoded_in_steps(matrix())

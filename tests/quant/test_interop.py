@@ -124,7 +124,7 @@ def experts(folder: Path) -> None:
     assert chosen
     for name in chosen:
         x = there.pop(name)
-        there |= bitsandbytes.tensors(name, quant.pack(x, quant.nf4(32)))
+        there |= bitsandbytes.file_tensors(name, quant.pack(x, quant.nf4(32)))
     save_file(there, file, {"format": "pt"})
 
 
@@ -168,7 +168,7 @@ def transposed() -> None:
     stored, want, linear = dict[str, Any](), dict[str, Any](), r".*\.c_(attn|fc|proj)\.weight"
     for name, x in model.state_dict(model.tree).items():
         packed = quant.pack(x.T.contiguous(), quant.nf4(32)) if re.fullmatch(linear, name) else None
-        stored |= bitsandbytes.tensors(name, packed) if packed else {name: x}
+        stored |= bitsandbytes.file_tensors(name, packed) if packed else {name: x}
         want[name] = packed.decoded().T if packed else x
     mesh = mesh_of(shard=-1)
     got = model.state_dict(interop.load(stored, model, mesh, sf.full_shard("shard")))

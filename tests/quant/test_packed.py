@@ -27,8 +27,8 @@ WIDTH, RANK, ROWS = 32, 3, 8
 FORMATS = [quant.nf4(), quant.nf4(double=True), quant.fp8_e4m3(64)]
 STRATEGIES = {
     "full_shard": sf.full_shard("shard"),
-    "shard_grad_op": sf.shard_grad_op("shard"),
-    "zero1": sf.zero1("shard"),
+    "shard_grad_op": sf.strategies.shard_grad_op("shard"),
+    "zero1": sf.strategies.zero1("shard"),
     "ddp": sf.ddp("shard"),
 }
 
@@ -100,10 +100,12 @@ def trained(strategy: str) -> dict[Any, float]:
                 in_specs=(..., P("shard")),
                 out_specs=P(),
             )
-            few, rest = sf.partition(params, r"blocks\.\d+\.[ab]")
+            few, rest = sf.shards.partition(params, r"blocks\.\d+\.[ab]")
             for engine in ENGINES:
-                ours = functools.partial(lambda step, rest, x, few: step(sf.combine(few, rest), x), step, rest, mine)
-                value, grads = engine(ours, sf.flatten_by_path(few))
+                ours = functools.partial(
+                    lambda step, rest, x, few: step(sf.shards.combine(few, rest), x), step, rest, mine
+                )
+                value, grads = engine(ours, sf.shards.flatten_by_path(few))
                 off = distance([value, gathered(grads)], [*want])
                 found[str(format), engine.__name__, *options] = off
             value, grads = sf.value_and_grad(step)(params, mine)
@@ -124,7 +126,7 @@ def kept(folder: str) -> dict[str, float]:
     packed, decoded = tree(FORMATS[0])
     x, mine = rows(mesh)
     want = by_name(torch.func.grad(loss_of(block, head))(decoded, x))
-    few, rest = sf.partition(sf.shard(packed, mesh, sf.full_shard("shard")), r"blocks\.\d+\.[ab]")
+    few, rest = sf.shards.partition(sf.shard(packed, mesh, sf.full_shard("shard")), r"blocks\.\d+\.[ab]")
     disk: dict[str, Any] = {"remat": sf.offload("disk", 0)}
     for name, options in {
         "disk": disk,
@@ -134,7 +136,7 @@ def kept(folder: str) -> dict[str, float]:
         "all": {"remat": lambda *_, **__: CheckpointPolicy.MUST_SAVE},
     }.items():
         loss = loss_of(sf.stage(block, **options), sf.stage(head, **options))
-        grads = sf.grad(lambda few, loss=loss: loss(sf.combine(few, rest), mine))(sf.flatten_by_path(few))
+        grads = sf.grad(lambda few, loss=loss: loss(sf.shards.combine(few, rest), mine))(sf.shards.flatten_by_path(few))
         found[name] = distance(gathered(grads), want)
     return found
 
@@ -150,8 +152,8 @@ def transformed() -> dict[str, float]:
     packed, decoded = tree(quant.nf4(double=True))
     x, _ = rows(mesh)
     params = sf.shard(packed, mesh, sf.full_shard("shard"))
-    chosen, rest = sf.partition(params, r"blocks\.\d+\.[ab]")
-    few = sf.flatten_by_path(chosen)
+    chosen, rest = sf.shards.partition(params, r"blocks\.\d+\.[ab]")
+    few = sf.shards.flatten_by_path(chosen)
     plain = loss_of(block, head)
     staged = loss_of(sf.stage(block), sf.stage(head))
     n, found = mesh.size(), {}
@@ -165,7 +167,7 @@ def transformed() -> dict[str, float]:
     reference = of_adapters(plain, decoded)
 
     def sharded(few: Any, x: Tensor) -> Tensor:
-        return staged(sf.combine(few, rest), x) / n
+        return staged(sf.shards.combine(few, rest), x) / n
 
     hvp = torch.func.jvp(lambda few: torch.func.grad(sharded)(few, x), (few,), (few,))[1]
     want = torch.func.jvp(lambda own: torch.func.grad(reference)(own, x), (own,), (own,))[1]
@@ -239,11 +241,11 @@ def taken(**options: Any) -> tuple[list[int], int]:
     """Bytes for gathered and decoded parameters in each of three steps, and what they may be."""
     mesh, found = mesh_of(shard=-1), []
     params = sf.shard(tree(FORMATS[0])[0], mesh, sf.full_shard("shard"))
-    few, rest = sf.partition(params, r"blocks\.\d+\.[ab]")
+    few, rest = sf.shards.partition(params, r"blocks\.\d+\.[ab]")
     loss, mine = loss_of(sf.stage(block, **options), sf.stage(head, **options)), rows(mesh)[1]
     for _ in range(3):
-        with sf.ledger() as log:
-            sf.grad(lambda few: loss(sf.combine(few, rest), mine))(sf.flatten_by_path(few))
+        with sf.collectives.ledger() as log:
+            sf.grad(lambda few: loss(sf.shards.combine(few, rest), mine))(sf.shards.flatten_by_path(few))
         found.append(log.gathered)
     of_one = max(sum(flat.layout.padded * flat.layout.dtype.itemsize for flat in p.values()) for p in params["blocks"])
     return found, 2 * (of_one + 2 * 512) + 2 * WIDTH * WIDTH * 8
@@ -333,7 +335,7 @@ def stored(folder: str) -> list[Any]:
     sf.checkpoint.save(f"{folder}/whole", packed)
     zeros = torch.zeros_like(whole["m"]["w"])
     for here in (path, f"{folder}/whole"):
-        like = sf.shard(tree(zeros, quant.nf4()), mesh, sf.zero1("shard"))
+        like = sf.shard(tree(zeros, quant.nf4()), mesh, sf.strategies.zero1("shard"))
         found += [sf.unshard(sf.checkpoint.load(here, like)), sf.checkpoint.load(here, tree(zeros, quant.nf4()))]
     for x, format in ((zeros, quant.int4(64)), (zeros, quant.fp4()), (zeros.view(2, -1), quant.nf4())):
         for like in (tree(x, format), sf.shard(tree(x, format), mesh, sf.full_shard("shard"))):

@@ -20,7 +20,7 @@ from tests.reference import worst
 
 WIDTH = 24
 FORMATS = [quant.int8(64), quant.fp8_e4m3(32), quant.nf4(64), quant.int4(32)]
-OWN = STRATEGIES | {"zeropp": sf.zeropp(shard="shard", replica="replica")}
+OWN = STRATEGIES | {"zeropp": sf.strategies.zeropp(shard="shard", replica="replica")}
 PAIRS = {name: (FORMATS[i % 4], FORMATS[(i + 1 + i // 4) % 4]) for i, name in enumerate(OWN)}  # gather, reduce
 
 
@@ -169,7 +169,7 @@ def test_what_arrives_is_what_was_sent_rounded(world: World, strategy: str) -> N
 def mixed() -> list[str]:
     """What is said where ranks do not mean the same bytes: when they first meet, and when both are known to all."""
     mesh, said = mesh_of(replica=2, shard=2), []
-    params = sf.shard({"mixed": torch.ones(64)}, mesh, sf.hfsdp(shard="shard", replica="replica"))
+    params = sf.shard({"mixed": torch.ones(64)}, mesh, sf.strategies.hfsdp(shard="shard", replica="replica"))
     stages = [sf.stage(torch.sum, reduce_format=format) for format in (quant.int8(64), quant.fp8_e4m3(32))]
     calls = [(stages[mesh.get_rank() % 2], (ValueError, RuntimeError)), *((f, ()) for f in stages)]
     for f, errors in (*calls, calls[0]):

@@ -305,7 +305,7 @@ def looped(rows_from: str, silent: bool = False) -> str:
     own = whole.chunk(mesh.size())[mesh.get_rank()] if rows_from == "cut" else whole
     with warnings.catch_warnings():
         if silent:
-            warnings.simplefilter("ignore", sf.VaryingWarning)
+            warnings.simplefilter("ignore", sf.check.VaryingWarning)
         return told(lambda: sf.run.loop(step, params, [own] * 2, steps=2, report=[]))
 
 

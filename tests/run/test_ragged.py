@@ -179,7 +179,7 @@ def none() -> Any:
 def uneven(ranks: int, micro: Any, strategy: str, through: bool) -> Any:
     mesh, rows = sf.make_mesh(device="cpu", data=ranks), Uneven(ranks)
     batches: Any = sf.run.check_loader(list(rows(0)), mesh, "data", pad="none") if through else rows
-    placed = {"full_shard": sf.full_shard("data"), "zero1": sf.zero1("data")}[strategy]
+    placed = {"full_shard": sf.full_shard("data"), "zero1": sf.strategies.zero1("data")}[strategy]
     losses, params, used = trained(mesh, batches, micro, placed, len(ROWS))
     want, whole = alone([rows.whole(step) for step in range(len(ROWS))])
     return max(distance(params, whole), *(abs(a - b) for a, b in zip(losses, want, strict=True))), used

@@ -104,7 +104,9 @@ def without_a_key() -> list[str]:
     """What is said of states of many flat shards, on a rank that loses one key, and where the strategy is another."""
     mesh = sf.make_mesh(data=-1, device="cpu")
     plain = [{"w": torch.ones(4, 4, dtype=torch.float64) * n} for n in range(20)]
-    params, other = (sf.shard(plain, mesh, strategy) for strategy in (sf.full_shard("data"), sf.zero1("data")))
+    params, other = (
+        sf.shard(plain, mesh, strategy) for strategy in (sf.full_shard("data"), sf.strategies.zero1("data"))
+    )
     state = {"params": params, "opt": {"mean": params, "step": 0}}
     returned = [{"params": params, "opt": {"mean": params}}, {"params": [*params[:-1], other[-1]], "opt": state["opt"]}]
 

@@ -17,7 +17,7 @@ import torch
 
 import shardfn as sf
 from shardfn.run.async_metrics import peak_of
-from shardfn.run.reports import described, lasting
+from shardfn.run.reports import lasting, metrics_line
 from shardfn.testing import World
 from tests.refusals import told
 
@@ -278,7 +278,7 @@ def test_a_report_that_fails_at_its_end_is_told_and_costs_nothing(caplog: pytest
 
 def test_figures_are_shown_in_their_units() -> None:
     figures = {"loss": 1.23456, "tokens": 9.0, "seconds": 0.5, "tokens_per_second": 123456.0, "memory_gib": 2.0}
-    assert described({**figures, "tflops": 400.0, "mfu": 0.404}) == (
+    assert metrics_line({**figures, "tflops": 400.0, "mfu": 0.404}) == (
         "loss 1.235  123k tokens/s  0.5 s/step  2.00 GiB  400 TFLOP/s  40.4% MFU"
     )
     said = ["0 s", "59 s", "1 min 01 s", "1 h 00 min", "25 h 01 min"]

@@ -44,7 +44,7 @@ def as_a_node() -> Any:
         [id(x) for x in leaves] == [id(flat["layer"].values), id(flat["odd"].values)] == [id(x) for x in torch_leaves]
     )
     for back in (optree.tree_unflatten(treedef, leaves), torch_tree.tree_unflatten(torch_leaves, torch_def)):
-        assert type(back["odd"]) is sf.FlatShard
+        assert type(back["odd"]) is sf.shards.FlatShard
         assert back["odd"].values is one.values
         assert back["odd"].layout == one.layout
     assert hash(treedef) == hash(optree.tree_structure(sharded()))
@@ -162,7 +162,7 @@ def element_ranges(shapes: Any, dtype: torch.dtype, sizes: Any, axes: Any, cut: 
     plain = {str(i): draws.tensor_of(shape, dtype, seed=i) for i, shape in enumerate(shapes)}
     flat = sf.shard({"all": plain}, mesh, sf.full_shard(axes), specs=P(cut) if cut else P())["all"]
     rank = torch.distributed.get_rank()
-    local = sf.local_parameters(flat)
+    local = sf.shards.local_parameters(flat)
     mine = {}
     for part in flat.layout.ranges(rank):
         values = local[part.path]

@@ -45,7 +45,7 @@ OPTIMIZERS: dict[str, Any] = {
     "clipped, averaged": lambda: so.ema(so.chain(so.clip_by_global_norm(0.1), so.sgd(0.1)), 0.9),
 }
 ROUNDING = {"soap": 1e-8}  # the eigenvectors of small eigenvalues amplify it
-STRATEGIES = {"full_shard": sf.full_shard("shard"), "zero1": sf.zero1("shard"), "ddp": sf.ddp("shard")}
+STRATEGIES = {"full_shard": sf.full_shard("shard"), "zero1": sf.strategies.zero1("shard"), "ddp": sf.ddp("shard")}
 
 
 def trained() -> dict[Any, float]:
@@ -77,7 +77,7 @@ def held() -> Any:
     params, place = shards(mesh, sf.full_shard("shard")), mesh.get_local_rank("pipe")
     back = sf.unshard(params)
     same = all(map(torch.equal, optree.tree_leaves(back), optree.tree_leaves(whole())))
-    sf.assert_replicated(params)
+    sf.shards.assert_replicated(params)
     stage = sf.stage(lambda p, x: x @ p["w"] + p["b"])
     x = torch.ones(2, 4, dtype=torch.float64)
 

@@ -37,24 +37,24 @@ def taken_by(way: str) -> dict[str, float]:
 
     def parts(tree: Any) -> Any:
         flat = sf.shard(tree, mesh, sf.full_shard("shard"), frozen=frozen)
-        return sf.partition(flat, lambda path, shape: path == "1.w" or (path == "1.b" and not frozen))
+        return sf.shards.partition(flat, lambda path, shape: path == "1.w" or (path == "1.b" and not frozen))
 
     def whole(middle: Any) -> Any:
         return [plain[0], {**plain[1], **middle}, plain[2]]
 
     (chosen, rest), (along, _) = parts(plain), parts(directions)
-    chosen, along = sf.flatten_by_path(chosen), sf.flatten_by_path(along)
+    chosen, along = sf.shards.flatten_by_path(chosen), sf.shards.flatten_by_path(along)
     middle, direction = ({k: v for k, v in ps[1].items() if f"1.{k}" not in frozen} for ps in (plain, directions))
 
     def mine(part: Any) -> Tensor:
-        return loss_of(stage, sf.combine(part, rest), data[rank])
+        return loss_of(stage, sf.shards.combine(part, rest), data[rank])
 
     def of_rank(part: Any, k: int = rank) -> Tensor:
         return loss_of(layer, whole(part), data[k])
 
     def off(got: Any, want: Any) -> float:
         """Of what is a pruned tree of shards."""
-        got = sf.unshard(sf.combine(got, rest))[1]
+        got = sf.unshard(sf.shards.combine(got, rest))[1]
         return distance({name: got[name] for name in want}, want)
 
     total = everyone(of_rank, n)
@@ -95,31 +95,35 @@ def tree() -> Any:
 
 def test_what_is_pruned_has_no_place_for_the_rest_in_any_registry() -> None:
     whole = tree()
-    chosen, rest = sf.partition(whole, lambda path, shape: path in ("b.0", "c.1"))
-    part = sf.flatten_by_path(chosen)
+    chosen, rest = sf.shards.partition(whole, lambda path, shape: path in ("b.0", "c.1"))
+    part = sf.shards.flatten_by_path(chosen)
     assert list(part) == ["b.0", "c.1"]
     assert len(torch.utils._pytree.tree_leaves(part)) == len(optree.tree_leaves(part, none_is_leaf=True)) == 2
-    for trees in ((part, rest), (rest, part), (part, sf.flatten_by_path(rest), optree.tree_map(lambda _: None, whole))):
-        back = sf.combine(*trees)
+    for trees in (
+        (part, rest),
+        (rest, part),
+        (part, sf.shards.flatten_by_path(rest), optree.tree_map(lambda _: None, whole)),
+    ):
+        back = sf.shards.combine(*trees)
         assert optree.tree_structure(back) == optree.tree_structure(whole)
         assert all(a is b for a, b in zip(optree.tree_leaves(back), optree.tree_leaves(whole), strict=True))
-    assert sf.flatten_by_path(part) == part, "what is pruned stays so"
-    assert sf.combine({}, whole)["a"] is whole["a"]
+    assert sf.shards.flatten_by_path(part) == part, "what is pruned stays so"
+    assert sf.shards.combine({}, whole)["a"] is whole["a"]
     one = torch.ones(1)
-    assert sf.combine(sf.flatten_by_path(one), None) is one
+    assert sf.shards.combine(sf.shards.flatten_by_path(one), None) is one
 
 
 def test_trees_that_do_not_go_together_are_refused() -> None:
     whole = tree()
-    chosen, rest = sf.partition(whole, lambda path, shape: path == "b.0")
+    chosen, rest = sf.shards.partition(whole, lambda path, shape: path == "b.0")
     cases: list[tuple[tuple[Any, ...], str]] = [
-        ((sf.flatten_by_path(chosen), whole), "2 trees have something at b.0"),
+        ((sf.shards.flatten_by_path(chosen), whole), "2 trees have something at b.0"),
         (({"b.7": 1, "z": 2}, rest), r"tree 1 has b.7, z, for which tree 2 has no place, whose paths are a, b.0, b.1"),
-        ((sf.flatten_by_path(chosen), sf.flatten_by_path(rest)), "one of them must have all places"),
+        ((sf.shards.flatten_by_path(chosen), sf.shards.flatten_by_path(rest)), "one of them must have all places"),
         (([1], rest), "tree 2 has another structure than tree 1"),
     ]
     for trees, message in cases:
         with pytest.raises(ValueError, match=message):
-            sf.combine(*trees)
+            sf.shards.combine(*trees)
     with pytest.raises(ValueError, match=r"two places in the tree have the path 'a.b': give a key another name"):
-        sf.flatten_by_path({"a.b": 1, "a": {"b": None}})
+        sf.shards.flatten_by_path({"a.b": 1, "a": {"b": None}})

@@ -72,7 +72,7 @@ def everywhere(tree: Any, stages: str | None) -> dict[str, set[str]]:
     shards = [x for x in optree.tree_leaves(flat, is_leaf=is_flat) if is_flat(x)]
     found = {
         "shards": {entry.path for one in shards for entry in one.layout.entries},
-        "local": {name for one in shards for name in sf.local_parameters(one)},
+        "local": {name for one in shards for name in sf.shards.local_parameters(one)},
         "named": {path for one in shards for path in (entry.path for entry in one.layout.entries)},
     }
     for kind, params in (("cut", flat), ("whole", whole)):
@@ -80,7 +80,7 @@ def everywhere(tree: Any, stages: str | None) -> dict[str, set[str]]:
         found[f"contents, {kind}"] = {name.removeprefix("model").removeprefix(".") for name in held.tensors}
         found[f"keys, {kind}"] = {".".join(str(key) for key in keys[1:] if str(key)) for keys in held.keys.values()}
         asked["chosen"].clear()
-        sf.partition(params, hears("chosen", True))
+        sf.shards.partition(params, hears("chosen", True))
         found[f"partition, {kind}"] = set(asked["chosen"])
         asked["decay"].clear()
         optimizer = so.sgd(0.1, weight_decay=hears("decay", 0.0))
@@ -126,7 +126,7 @@ def test_loose_parameters_are_saved_under_their_names_however_they_are_held(stra
     """From flat shards of several dtypes to whole tensors under plain names, and to another tree's shards."""
 
     def body() -> None:
-        mesh, place = sf.make_mesh(shard=1, device="cpu"), getattr(sf, strategy)("shard")
+        mesh, place = sf.make_mesh(shard=1, device="cpu"), sf.strategies.from_name(strategy)
         params = sf.shard(LOOSE, mesh, place)
         checkpoint.save(tmp_path / "one", {"model": params, "optimizer": so.adamw(0.1).init(params)})
         plain = {name: torch.zeros(n) for name, n in NAMES.items()}
@@ -167,7 +167,7 @@ def test_two_parameters_of_one_name_are_refused(tree: Any) -> None:
         makers = optree.tree_map(lambda x: lambda generator: x.clone(), tree)
         refusing = [
             lambda: sf.shard(tree, mesh, sf.full_shard("shard")),
-            lambda: sf.shard_named([], tree, mesh, sf.full_shard("shard")),
+            lambda: sf.shards.shard_named([], tree, mesh, sf.full_shard("shard")),
             lambda: sf.init_sharded(makers, 0, mesh, sf.full_shard("shard")),
             lambda: sf.init(makers, 0),
         ]

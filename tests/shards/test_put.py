@@ -39,12 +39,12 @@ def moved(scratch: Path) -> list[Any]:
     optimizer = so.adamw8bit(0.1)
     params, state = optimizer.step(params, params, optimizer.init(params))
     given = {"params": params, "state": state, "plain": torch.ones(2), "step": 3}
-    away = sf.to_tier(given, "disk")
-    here = sf.to_tier(away, "device")
-    stay = [sf.to_tier(away, "disk"), sf.to_tier(here, "device"), sf.to_tier(here, "host")]
+    away = sf.shards.to_tier(given, "disk")
+    here = sf.shards.to_tier(away, "device")
+    stay = [sf.shards.to_tier(away, "disk"), sf.shards.to_tier(here, "device"), sf.shards.to_tier(here, "host")]
     kept = [(away, stay[0]), (here, stay[1]), (here, stay[2])]
-    tied = sf.to_tier({"a": params["embed"], "b": params["embed"]}, "disk")
-    variables = sf.to_tier(optree.tree_map(lambda x: x.clone().requires_grad_(), params), "disk")
+    tied = sf.shards.to_tier({"a": params["embed"], "b": params["embed"]}, "disk")
+    variables = sf.shards.to_tier(optree.tree_map(lambda x: x.clone().requires_grad_(), params), "disk")
     found = [
         same(away, given), same(here, given),
         where(away["params"]) == where(away["state"]["codes"]) == where(away["state"]["scales"]) == {True},
@@ -71,13 +71,13 @@ def refusals(scratch: Path) -> list[str]:
     (scratch / "file").touch()
     blocked = sf.shard(whole(), sf.make_mesh(device="cpu", scratch=scratch / "file", rows=2), sf.full_shard("rows"))
     return [
-        told(lambda: sf.to_tier(params, "tape")),  # type: ignore[arg-type]
-        told(lambda: sf.to_tier("disk", params)),
-        told(lambda: sf.to_tier(elsewhere, "disk")),
-        told(lambda: sf.to_tier(blocked, "disk")),
-        told(lambda: sf.to_tier(meta, "disk")),
-        told(lambda: sf.to_tier(twice, "disk")),
-        told(lambda: torch.func.grad(lambda p: sf.to_tier(p, "disk")["embed"].values.sum())(params)),
+        told(lambda: sf.shards.to_tier(params, "tape")),  # type: ignore[arg-type]
+        told(lambda: sf.shards.to_tier("disk", params)),
+        told(lambda: sf.shards.to_tier(elsewhere, "disk")),
+        told(lambda: sf.shards.to_tier(blocked, "disk")),
+        told(lambda: sf.shards.to_tier(meta, "disk")),
+        told(lambda: sf.shards.to_tier(twice, "disk")),
+        told(lambda: torch.func.grad(lambda p: sf.shards.to_tier(p, "disk")["embed"].values.sum())(params)),
     ]
 
 
@@ -103,9 +103,9 @@ def one_at_a_time(scratch: Path) -> list[float]:
     """MB of its own that moving 8 shards of 8 MB each to disk takes, and of pages that stay."""
     mesh = sf.make_mesh(device="cpu", scratch=scratch, shard=1)
     params = sf.shard({"blocks": [torch.full((2**21,), float(i)) for i in range(8)]}, mesh, sf.full_shard("shard"))
-    sf.to_tier(params["blocks"][0], "disk")
+    sf.shards.to_tier(params["blocks"][0], "disk")
     kept: list[Any] = []
-    own, of_files = grown(lambda: kept.append(sf.to_tier(params, "disk")))
+    own, of_files = grown(lambda: kept.append(sf.shards.to_tier(params, "disk")))
     return [own, of_files, pages_of(scratch)]
 
 
@@ -155,7 +155,7 @@ def gathered(scratch: Path) -> list[bool]:
     away = sf.shard(whole(), mesh, sf.hybrid_shard(shard="shard", replica="replica").with_tiers(params="disk"))
     plain = [sf.unshard(away), sf.unshard(away, ranks=[3]), sf.unshard(away, to="cpu")]
     some = sf.unshard(away, only=r"blocks\.1\.w", ranks=[0, 3])
-    sf.assert_replicated(away)
+    sf.shards.assert_replicated(away)
     stay, rank, want = pages_of(scratch), torch.distributed.get_rank(), whole()
     return [
         stay == 0, same(plain[0], want), same(plain[2], want), (rank != 3) or same(plain[1], want),
@@ -174,8 +174,8 @@ def printed(scratch: Path) -> list[str]:
     params = sf.shard({"w": torch.ones(64)}, mesh, sf.full_shard("shard"))
     away = sf.shard({"w": torch.ones(64)}, mesh, sf.full_shard("shard").with_tiers(params="disk", state="host"))
     return [
-        str(params["w"].layout), str(away["w"].layout), repr(away["w"]), repr(sf.to_tier(params["w"], "disk")),
-        repr(sf.to_tier(away["w"], "device")),
+        str(params["w"].layout), str(away["w"].layout), repr(away["w"]), repr(sf.shards.to_tier(params["w"], "disk")),
+        repr(sf.shards.to_tier(away["w"], "device")),
     ]  # fmt: skip
 
 

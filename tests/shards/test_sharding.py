@@ -43,11 +43,11 @@ optree.register_pytree_node(
 
 def strategies_on(sizes: dict[str, int]) -> list[sf.Placement]:
     names = tuple(sizes)
-    found = [sf.full_shard(names), sf.full_shard(names[::-1]), sf.ddp(names), sf.shard_grad_op(names[-1])]
+    found = [sf.full_shard(names), sf.full_shard(names[::-1]), sf.ddp(names), sf.strategies.shard_grad_op(names[-1])]
     if len(names) == 2:
         found += [
             sf.hybrid_shard(shard=names[1], replica=names[0]),
-            sf.hybrid_shard_zero2(shard=names[0], replica=names[1]),
+            sf.strategies.hybrid_shard_zero2(shard=names[0], replica=names[1]),
         ]
     return found
 
@@ -121,7 +121,7 @@ def test_a_drawn_tree_comes_back_as_it_was(data: st.DataObject) -> None:
 def boundaries(tree: Any, **more: Any) -> Any:
     mesh = sf.make_mesh(shard=-1, device="cpu")
     flat = sf.shard(tree, mesh, sf.full_shard("shard"), **more)
-    nodes = optree.tree_leaves(flat, is_leaf=lambda x: isinstance(x, sf.FlatShard))
+    nodes = optree.tree_leaves(flat, is_leaf=lambda x: isinstance(x, sf.shards.FlatShard))
     return [node.layout.stage for node in nodes]
 
 
@@ -638,7 +638,7 @@ def stream(how: str, seed: int = 0, sizes: Any = None) -> Any:
             named = named[: len(named) - mesh.get_rank()]
         case "values on one rank only":
             named = [(name, x * 0 if mesh.get_rank() else x) for name, x in named]
-    flat = sf.shard_named(iter(named), like, mesh, sf.full_shard(axes), frozen=["embed.*"])
+    flat = sf.shards.shard_named(iter(named), like, mesh, sf.full_shard(axes), frozen=["embed.*"])
     assert same(flat, sf.shard(plain, mesh, sf.full_shard(axes), frozen=["embed.*"]))
     return sf.unshard(flat)
 
@@ -705,7 +705,7 @@ def streaming_peak() -> Any:
             yield f"blocks.{i}", x
             del x
 
-    sf.shard_named(named(), like, mesh, sf.full_shard("shard"))
+    sf.shards.shard_named(named(), like, mesh, sf.full_shard("shard"))
     return sum(ref() is not None for ref in refs)
 
 
@@ -725,7 +725,7 @@ def unshard_more(cosines: Any) -> Any:
     assert mixed["step"] == 3
     assert same(mixed["p"], plain)
     assert same(sf.unshard(flat, mesh), plain)
-    with sf.ledger() as log:
+    with sf.collectives.ledger() as log:
         sf.unshard(flat)
     assert [(one.op, one.axis) for one in log.records] == [("all_gather", ("shard",))] * 2
     # linear and V -> I: what all ranks hold has one gradient, of which each gets its piece

@@ -37,14 +37,18 @@ from tests.reference import worst
 WIDTH = 6
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "strategies.md"
 
-NAMED: dict[str, sf.Placement] = {"ddp": sf.ddp(DATA), "zero1": sf.zero1(DATA), "zero2": sf.zero2(DATA)} | STRATEGIES
+NAMED: dict[str, sf.Placement] = {
+    "ddp": sf.ddp(DATA),
+    "zero1": sf.strategies.zero1(DATA),
+    "zero2": sf.zero2(DATA),
+} | STRATEGIES
 OWN: dict[str, sf.Placement] = {
     "optimizer cut within nodes": sf.Placement(replicas=DATA, gradients=("shard",)),
-    "hpz, hierarchical": dataclasses.replace(sf.hpz(shard="shard", replica="replica"), hierarchical=True),
-    "mics the other way": sf.mics(DATA),
+    "hpz, hierarchical": dataclasses.replace(sf.strategies.hpz(shard="shard", replica="replica"), hierarchical=True),
+    "mics the other way": sf.strategies.mics(DATA),
     "once a step": sf.full_shard(DATA).with_reshard("step"),
-    "hfsdp, kept": sf.hfsdp(shard="shard", replica="replica").with_reshard(False),
-    "hfsdp, once a step": sf.hfsdp(shard="shard", replica="replica").with_reshard("step"),
+    "hfsdp, kept": sf.strategies.hfsdp(shard="shard", replica="replica").with_reshard(False),
+    "hfsdp, once a step": sf.strategies.hfsdp(shard="shard", replica="replica").with_reshard("step"),
 }
 
 
@@ -97,7 +101,7 @@ def with_transport(strategy: sf.Placement, gather: str) -> float:
     mesh = data_mesh(4)
     mine = token_rows(12).tensor_split(4)[mesh.get_rank()]
     want = sf.grad(lambda p: scaled_loss(plainly, p, token_rows(12)))(scaled(4))
-    with sf.transports(mesh, all_gather=gather):
+    with sf.collectives.transports(mesh, all_gather=gather):
         got = sf.grad(lambda p: scaled_loss(sf.stage, p, mine))(sf.shard(scaled(4), mesh, strategy))
     return relative(sf.unshard(got), want)
 
@@ -148,7 +152,7 @@ def in_dirty_memory(width: int, transports: dict[str, str]) -> tuple[dict[str, f
     loss(whole, every, plainly).backward()
     want = optree.tree_map(lambda x: torch.zeros_like(x) if x.grad is None else x.grad, whole)
     off, left = {}, {}
-    with dirty_memory(), sf.transports(mesh, **transports):
+    with dirty_memory(), sf.collectives.transports(mesh, **transports):
         for name in ("ddp", "zero1", "full_shard", "hybrid_shard", "hfsdp", "hpz", "optimizer cut within nodes"):
             flat = sf.shard(ps, mesh, (STRATEGIES | OWN)[name])
             found = {"value_and_grad": sf.grad(lambda p: loss(p, mine))(flat)}
@@ -244,9 +248,9 @@ def moved(strategy: sf.Placement) -> tuple[list[Any], int]:
 
     def step() -> list[Any]:
         nonlocal flat, state
-        with sf.ledger() as log:
+        with sf.collectives.ledger() as log:
             _, grads = sf.value_and_grad(lambda p: scaled_loss(sf.stage, p, mine))(flat)
-        with sf.ledger() as after:
+        with sf.collectives.ledger() as after:
             flat, state = optimizer.step(flat, grads, state)
         found = [(one.backward, one.op, one.axis, one.bytes) for one in log.select(stage="blocks.1", scheduled=True)]
         return found + [(None, one.op, one.axis, one.bytes) for one in after.select(stage="blocks.1")]
@@ -286,18 +290,18 @@ def test_every_strategy_is_in_the_tables() -> None:
     assert list(documented()) == list(NAMED)
     page = PAGE.read_text(encoding="utf-8")
     for name in NAMED:
-        assert re.search(rf"\| `sf\.{name}\(", page)
+        assert re.search(rf"\| `sf\.(strategies\.)?{name}\(", page)
 
 
 # --- rules ---
 
 
 def mixed(n: int) -> dict[str, Any]:
-    small = sf.replicate_small(sf.full_shard(DATA), below=10)
+    small = sf.strategies.replicate_small(sf.full_shard(DATA), below=10)
 
     def rule(path: str, shape: tuple[int, ...]) -> sf.Placement:
         if path.startswith("blocks.2") and len(shape) == 2:
-            return sf.zero1(DATA)
+            return sf.strategies.zero1(DATA)
         names = {"embed.e": "zero1", "blocks.0.w": "hybrid_shard", "blocks.1.b": "hpz", "scale": "mics"}
         return STRATEGIES[names[path]] if path in names else small(path, shape)
 
@@ -353,11 +357,11 @@ def test_a_rule_that_is_wrong_is_refused_on_every_rank(world: World) -> None:
 
 
 def test_uncut_takes_a_strategy() -> None:
-    rule = sf.replicate_small(lambda path, shape: sf.full_shard(path), below=5)
+    rule = sf.strategies.replicate_small(lambda path, shape: sf.full_shard(path), below=5)
     assert rule("a", (2, 3)) == sf.full_shard("a")
     assert rule("a", (2, 2)) == sf.ddp("a")
     with pytest.raises(TypeError, match="'full_shard' is not a strategy"):
-        sf.replicate_small("full_shard", below=5)  # type: ignore[arg-type]
+        sf.strategies.replicate_small("full_shard", below=5)  # type: ignore[arg-type]
 
 
 # --- names ---
@@ -365,7 +369,7 @@ def test_uncut_takes_a_strategy() -> None:
 
 def test_names_of_other_libraries_mean_what_they_mean_there() -> None:
     def named(name: str) -> sf.Placement:
-        return sf.strategy(name, shard="shard", replica="replica")
+        return sf.strategies.from_name(name, shard="shard", replica="replica")
 
     known: dict[str, list[Any]] = {
         "ddp": ["NO_SHARD", "fsdp:3", "zero:0", "ddp_spawn", "ddp_find_unused_parameters_true", "no_shard auto_wrap",
@@ -390,8 +394,8 @@ def test_names_of_other_libraries_mean_what_they_mean_there() -> None:
     for name in NAMED:
         if name != "mics":
             assert named(name) == NAMED[name]
-    assert sf.strategy("mics", shard=("shard", "replica")) == STRATEGIES["mics"]
-    assert sf.strategy("full_shard") == sf.full_shard("shard")
+    assert sf.strategies.from_name("mics", shard=("shard", "replica")) == STRATEGIES["mics"]
+    assert sf.strategies.from_name("full_shard") == sf.full_shard("shard")
 
 
 @pytest.mark.parametrize(
@@ -409,13 +413,17 @@ def test_names_of_other_libraries_mean_what_they_mean_there() -> None:
 )
 def test_a_name_that_says_two_things_or_more_than_there_is_is_refused(name: Any, says: str) -> None:
     with pytest.raises(ValueError, match=re.escape(says)) as caught:
-        sf.strategy(name)
+        sf.strategies.from_name(name)
     assert repr(name) in str(caught.value)
 
 
 def test_what_owners_call_zero_keeps_parameters_whole_and_what_fsdp_calls_grad_op_does_not() -> None:
-    assert sf.zero1("a") == sf.zero2("a") == sf.Placement(replicas=("a",), gradients=("a",))
-    assert sf.shard_grad_op("a") == sf.full_shard("a").with_reshard(False) == sf.Placement(("a",), reshard=False)
+    assert sf.strategies.zero1("a") == sf.zero2("a") == sf.Placement(replicas=("a",), gradients=("a",))
+    assert (
+        sf.strategies.shard_grad_op("a")
+        == sf.full_shard("a").with_reshard(False)
+        == sf.Placement(("a",), reshard=False)
+    )
 
 
 def test_what_is_kept_is_what_is_not_given_back() -> None:
@@ -428,13 +436,16 @@ def test_what_is_kept_is_what_is_not_given_back() -> None:
 
 
 def test_axes_are_a_name_or_a_tuple_of_names() -> None:
-    assert sf.Placement("a", "b", gradients=("a", "b")) == sf.hfsdp(shard="a", replica="b")
+    assert sf.Placement("a", "b", gradients=("a", "b")) == sf.strategies.hfsdp(shard="a", replica="b")
     for wrong in (["a"], 3, ("a", 1)):
         with pytest.raises(TypeError, match="must be a mesh axis name or a tuple of names"):
             sf.Placement(wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("make", [sf.hybrid_shard, sf.hybrid_shard_zero2, sf.hfsdp, sf.hpz, sf.zeropp])
+@pytest.mark.parametrize(
+    "make",
+    [sf.hybrid_shard, sf.strategies.hybrid_shard_zero2, sf.strategies.hfsdp, sf.strategies.hpz, sf.strategies.zeropp],
+)
 def test_axes_of_two_kinds_are_told_apart_by_name(make: Any) -> None:
     """The mesh's order is another one, and a program with the two exchanged trains all the same."""
     call = re.escape(f"write {make.__name__}(shard='a', replica='b')")
@@ -443,23 +454,23 @@ def test_axes_of_two_kinds_are_told_apart_by_name(make: Any) -> None:
     with pytest.raises(TypeError, match=re.escape(f"""write {make.__name__}(shard='a', replica="replica")""")):
         make("a")
     assert make(shard="a", replica="b").axes[0] == "a"
-    for two in (lambda: sf.mics("a", "b"), lambda: sf.strategy("hsdp", "a", "b")):  # type: ignore[call-arg]
+    for two in (lambda: sf.strategies.mics("a", "b"), lambda: sf.strategies.from_name("hsdp", "a", "b")):  # type: ignore[call-arg]
         with pytest.raises(TypeError, match="positional"):
             two()
 
 
 def test_an_unknown_name_is_an_error_that_lists_the_names() -> None:
     with pytest.raises(ValueError, match="there is no strategy 'full-shart'") as caught:
-        sf.strategy("full-shart")
+        sf.strategies.from_name("full-shart")
     assert "did you mean 'full_shard'?" in str(caught.value)
     for name in NAMED:
         assert name in str(caught.value)
     for name in ("x", "y" * 1000, "deepspeed_stage_9"):
         with pytest.raises(ValueError, match="there is no strategy") as caught:
-            sf.strategy(name)
+            sf.strategies.from_name(name)
         assert len(str(caught.value)) < 500
     with pytest.raises(ValueError, match="pass replica="):
-        sf.strategy("HYBRID_SHARD")
+        sf.strategies.from_name("HYBRID_SHARD")
 
 
 @pytest.mark.parametrize(
@@ -489,13 +500,13 @@ def frozen_run(way: str) -> Any:
         trained, rest = flat, None
     else:
         flat = sf.shard(scaled(4), mesh, STRATEGIES["full_shard"])
-        trained, rest = sf.partition(flat, lambda path, shape: path.startswith("blocks.3"))
+        trained, rest = sf.shards.partition(flat, lambda path, shape: path.startswith("blocks.3"))
 
     def loss(p: Any) -> Tensor:
-        return scaled_loss(sf.stage, p if rest is None else sf.combine(p, rest), mine)
+        return scaled_loss(sf.stage, p if rest is None else sf.shards.combine(p, rest), mine)
 
     sf.grad(loss)(trained)
-    with sf.ledger() as log:
+    with sf.collectives.ledger() as log:
         grads = sf.grad(loss)(trained)
     state = so.adamw(0.1).init(trained)
     moments = [x for x in optree.tree_leaves(state) if isinstance(x, Tensor)]
@@ -521,23 +532,23 @@ def test_what_is_frozen_moves_no_gradients_and_has_no_state(world: World, way: s
 
 def test_partition_and_combine_are_inverse() -> None:
     tree = {"a": torch.ones(2), "b": [torch.zeros(1, 3), None, 5], "c": ()}
-    chosen, rest = sf.partition(tree, lambda path, shape: path == "b.0" and shape == (1, 3))
+    chosen, rest = sf.shards.partition(tree, lambda path, shape: path == "b.0" and shape == (1, 3))
     assert chosen["a"] is None
     assert rest["b"] == [None, None, 5]
-    back = sf.combine(chosen, rest)
+    back = sf.shards.combine(chosen, rest)
     assert optree.tree_structure(back) == optree.tree_structure(tree)
     assert back["a"] is tree["a"]
     with pytest.raises(ValueError, match="2 trees have something at a"):
-        sf.combine(tree, tree)
+        sf.shards.combine(tree, tree)
     with pytest.raises(ValueError, match="another structure"):
-        sf.combine({"a": None}, {"b": None})
+        sf.shards.combine({"a": None}, {"b": None})
 
 
 @pytest.mark.world(2)
 def test_partition_refuses_to_take_a_buffer_apart(world: World) -> None:
     def body() -> None:
         flat = sf.shard(scaled(4), sf.make_mesh(shard=2, device="cpu"), sf.full_shard("shard"))
-        sf.partition(flat, lambda path, shape: path.endswith("w"))
+        sf.shards.partition(flat, lambda path, shape: path.endswith("w"))
 
     for error in world.errors(body):
         assert "stage 'blocks.0'" in str(error)
@@ -554,7 +565,7 @@ def once(strategy: Any = True, stage: Any = None) -> tuple[int, int, float]:
         return sf.accumulate(lambda p, x: scaled_loss(staged, p, x), mine.split(1))(flat)[1]
 
     step()
-    with sf.ledger() as log:
+    with sf.collectives.ledger() as log:
         grads = step()
     gathers = log.select(op="all_gather", scheduled=True)
     found = sf.unshard(grads["blocks"])
@@ -578,7 +589,7 @@ def three_steps(reshard: Any) -> tuple[int, list[int]]:
     flat = sf.shard(scaled(4), mesh, STRATEGIES["full_shard"].with_reshard(reshard))
     mine, sizes = token_rows(12).tensor_split(4)[mesh.get_rank()], []
     for _ in range(3):
-        with sf.ledger() as log:
+        with sf.collectives.ledger() as log:
             grads = sf.accumulate(lambda p, x: scaled_loss(sf.stage, p, x), mine.split(1))(flat)[1]
         flat, _ = so.sgd(0.1).step(flat, grads, so.sgd(0.1).init(flat))
         sizes.append(log.gathered)
@@ -598,7 +609,7 @@ def nearby() -> tuple[list[int], int]:
     flat = sf.shard(scaled(4), mesh, STRATEGIES["hpz"])
     mine, sizes = token_rows(12).tensor_split(4)[mesh.get_rank()], []
     for _ in range(3):
-        with sf.ledger() as log:
+        with sf.collectives.ledger() as log:
             sf.grad(lambda p: scaled_loss(sf.stage, p, mine))(flat)
         sizes.append(log.gathered)
     return sizes, sum(flat["blocks"][i].layout.secondary.piece * 8 for i in range(4))
@@ -621,7 +632,7 @@ def differing(which: str) -> None:
     if mesh.get_rank() == 2:
         values = flat["blocks"][1].values
         values[0] = torch.nextafter(values[0], values[0] + 1)
-    sf.assert_replicated({"params": flat, "also": torch.ones(2)} if which == "tree" else flat)
+    sf.shards.assert_replicated({"params": flat, "also": torch.ones(2)} if which == "tree" else flat)
 
 
 @pytest.mark.world(4)
@@ -638,10 +649,10 @@ def test_replicas_that_are_the_same_pass(world: World) -> None:
     def body() -> None:
         mesh = data_mesh(4)
         for strategy in STRATEGIES.values():
-            sf.assert_replicated(sf.shard(scaled(4), mesh, strategy))
-        sf.assert_replicated({"a": torch.ones(3)}, mesh)
+            sf.shards.assert_replicated(sf.shard(scaled(4), mesh, strategy))
+        sf.shards.assert_replicated({"a": torch.ones(3)}, mesh)
         with pytest.raises(ValueError, match="pass the mesh"):
-            sf.assert_replicated({"a": torch.ones(3)})
+            sf.shards.assert_replicated({"a": torch.ones(3)})
 
     world.with_deadline(60).run(body)
 

@@ -83,7 +83,7 @@ def on_some_ranks() -> tuple[list[str], dict[str, int]]:
         before = [x.values.clone() for x in shards]
         piece = max(x.values.nbytes for x in shards)
         for ranks, to in (([2], None), ([3, 1, 0], "cpu")):
-            with sf.ledger() as log, Largest() as seen:
+            with sf.collectives.ledger() as log, Largest() as seen:
                 got = sf.unshard(params, ranks=ranks, to=to)
             sent.setdefault(name, log.bytes(op="all_to_all"))
             if not same(got, want if rank in ranks else nothing(want)):
@@ -117,7 +117,7 @@ def test_only_the_ranks_that_are_named_get_whole_parameters(world: World) -> Non
 def gradients_and_states() -> list[bool]:
     """Of what is no parameter: gradients, optimizer states, trees with plain tensors and numbers."""
     mesh, rank = mesh_of(replica=2, shard=2), dist.get_rank()
-    params = sf.shard(whole(), mesh, sf.zero1(("replica", "shard")), frozen=r".*\.b")
+    params = sf.shard(whole(), mesh, sf.strategies.zero1(("replica", "shard")), frozen=r".*\.b")
     state = so.adamw(0.1).init(params)
     tree = {"params": params, "state": state, "step": 3, "plain": torch.arange(3.0)}
     got, want = sf.unshard(tree, ranks=[3]), sf.unshard(tree)
@@ -182,9 +182,9 @@ def test_one_stage_is_moved_before_the_next_is_gathered(world: World) -> None:
 
 def only_what_is_chosen_is_gathered() -> tuple[list[str], list[int]]:
     params = sf.shard(whole(), mesh_of(shard=2), sf.full_shard("shard"))
-    with sf.ledger() as seen:
+    with sf.collectives.ledger() as seen:
         sf.unshard(params, only="head")
-    with sf.ledger() as sent:
+    with sf.collectives.ledger() as sent:
         sf.unshard(params, ranks=[1], only=r"blocks\.1\.w")
     return [one.op for one in seen.records if one.bytes > 16], [one.bytes for one in sent.records]
 

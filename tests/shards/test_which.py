@@ -37,7 +37,7 @@ def as_any(x: Any) -> Any:
 
 
 def frozen_paths(tree: Any) -> list[str]:
-    flats = optree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, sf.FlatShard))
+    flats = optree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, sf.shards.FlatShard))
     return sorted(entry.path for flat in flats if not flat.layout.trainable for entry in flat.layout.entries)
 
 
@@ -47,7 +47,7 @@ def by_all_ways() -> dict[str, Any]:
     for name, way in WAYS.items():
         which = list(way) if name == "generator" else way
         flat = sf.shard(whole(), mesh, sf.full_shard("shard"), frozen=iter(which) if name == "generator" else which)
-        yes, no = sf.partition(whole(), which)
+        yes, no = sf.shards.partition(whole(), which)
         params = whole()
         opt = so.masked(so.sgd(1.0), which)
         state = opt.init(params)
@@ -56,7 +56,7 @@ def by_all_ways() -> dict[str, Any]:
             "frozen": frozen_paths(flat),
             "init": frozen_paths(sf.init_sharded(whole(), 0, mesh, sf.full_shard("shard"), frozen=which)),
             "named": frozen_paths(
-                sf.shard_named(
+                sf.shards.shard_named(
                     [(f"blocks.{i}.{n}", whole()["blocks"][i][n]) for i in (0, 1) for n in "wb"]
                     + [("head", torch.ones(4))],
                     whole(), mesh, sf.full_shard("shard"), frozen=which,
@@ -110,7 +110,7 @@ def test_what_chooses_nothing_is_refused(which: Any, says: str) -> None:
     refusing = {
         "frozen": lambda: sf.shard(whole(), sf.make_mesh(shard=-1, device="cpu"), sf.ddp("shard"), frozen=which),
         "stages": lambda: sf.shard(whole(), sf.make_mesh(shard=-1, device="cpu"), sf.ddp("shard"), stages=which),
-        "partition": lambda: sf.partition(whole(), which),
+        "partition": lambda: sf.shards.partition(whole(), which),
         "masked": lambda: so.masked(so.sgd(1.0), which).init(whole()),
     }
 

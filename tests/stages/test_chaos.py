@@ -36,7 +36,7 @@ STRATEGIES: dict[str, sf.Strategy] = {
         for name in ("full_shard", "shard_grad_op", "hybrid_shard", "hfsdp", "hpz", "mics")
     },
     "step": sf.full_shard(DATA).with_reshard("step"),
-    "uncut": sf.replicate_small(sf.hybrid_shard(shard="shard", replica="replica"), below=20),
+    "uncut": sf.strategies.replicate_small(sf.hybrid_shard(shard="shard", replica="replica"), below=20),
 }
 OPTIONS: list[dict[str, Any]] = [
     {}, {"remat": True}, {"reshard": False}, {"prefetch": 0}, {"prefetch": 2}, {"remat": True, "prefetch": 2},

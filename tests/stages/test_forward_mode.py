@@ -185,7 +185,7 @@ def alone() -> tuple[float, float, list[Any]]:
     counts = []
     gradient(params)  # which compares its stages
     for run in (lambda: gradient(params), lambda: sf.jvp(gradient, (params,), (v,))):
-        with sf.ledger() as log:
+        with sf.collectives.ledger() as log:
             run()
         assert all(entry.scheduled for entry in log.records), [e for e in log.records if not e.scheduled]
         counts.append((len(log.records), sum(entry.bytes for entry in log.records)))

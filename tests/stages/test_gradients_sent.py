@@ -137,7 +137,9 @@ def pools() -> Any:
 
         run = sf.shard_map(sf.value_and_grad(loss), mesh=mesh, in_specs=..., out_specs=..., check=False)
         reductions, x = schedule_of(mesh).reductions, torch.ones(4, 512, dtype=torch.float64)
-        with sf.transports(mesh, reduce_scatter="exchange"):  # which copies gradients into one buffer, and receives one
+        with sf.collectives.transports(
+            mesh, reduce_scatter="exchange"
+        ):  # which copies gradients into one buffer, and receives one
             for _ in range(5):
                 run(params, x)
             nbytes = sum(pool.nbytes() for pool in reductions.pools)

@@ -255,7 +255,7 @@ def test_what_the_garbage_collector_calls_only_takes_a_note() -> None:
     """It runs on any thread, in the middle of anything: a list or a deque takes a note at once."""
     folder = Path(sf.__file__).parent
     for file in folder.rglob("*.py"):
-        if file.relative_to(folder).parts[0] in ("testing", "simulated", "plans"):
+        if file.relative_to(folder).parts[0] in ("testing", "simulated", "plan"):
             continue  # nothing there runs beside training
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("weakref.finalize", "weakref.ref"):
@@ -309,7 +309,7 @@ def gathered_with_garbage(strategy: str, kind: str) -> int:
 
     gc.disable()
     try:
-        with sf.ledger() as log:
+        with sf.collectives.ledger() as log:
             for i in range(4):
                 cycle: list[Any] = [loss()]
                 cycle.append(cycle)

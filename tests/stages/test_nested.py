@@ -50,7 +50,7 @@ def gathers(prefetch: int, remat: bool) -> tuple[Counter[bool], float]:
     step = sf.shard_map(sf.grad(loss), mesh=mesh, in_specs=..., out_specs=...)
     for _ in range(2):
         step(params)
-    with sf.ledger() as log:
+    with sf.collectives.ledger() as log:
         gradient = step(params)
     counts = Counter((record.stage, record.backward) for record in log.records if "gather" in record.op)
     assert max(counts.values()) == 1 or remat, counts  # a function that runs again calls its stages again

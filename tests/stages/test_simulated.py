@@ -600,7 +600,7 @@ def on_gloo() -> list[Any]:
         patch.setattr(process_groups, "backend_of", lambda group, device: "gloo")
         found: list[Any] = [into_buffers.communicator_of(mesh, ("shard",)).chosen]
         with pytest.raises(ValueError, match=r'gloo with tensors on sim.* Pass all_gather="native"'):
-            sf.transports(mesh, all_gather="direct").__enter__()
+            sf.collectives.transports(mesh, all_gather="direct").__enter__()
         run = sf.shard_map(in_specs=..., out_specs=..., mesh=mesh)(
             lambda x: parallel.pipeline(lambda w, x, b: x, x, [x], "shard")
         )

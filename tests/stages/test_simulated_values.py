@@ -89,7 +89,7 @@ def differentiated(device: str) -> list[Tensor]:
 
     def f(x: Tensor) -> Tensor:
         y = sf.all_gather(x, "shard", dim=0) * 2
-        y = torch.tanh(sf.psum_scatter(y, ("replica", "shard"), dim=0))
+        y = torch.tanh(sf.reduce_scatter(y, ("replica", "shard"), dim=0))
         y = sf.all_to_all(sf.ppermute(y, "shard", [(0, 1), (1, 0)]), "shard", split_dim=1, concat_dim=0)
         return sf.pmean((y + sf.pmax(y.detach(), "replica")).square().sum(), ("replica", "shard"))
 

@@ -195,7 +195,7 @@ def skipped_at_first() -> tuple[int, int]:
     for first in (0, 2):
         flat, f = sf.shard(params(6), data_mesh(n), STRATEGIES["full_shard"]), sf.stage(layer)
         for step in (first, 2):
-            with sf.ledger() as log:
+            with sf.collectives.ledger() as log:
                 sf.grad(lambda ps, step=step, f=f: program(lambda _: f, ps, rank, step, n, skip=sf.skip))(flat)
         counts.append(log.count(op="all_gather", backward=True))
     return counts[0], counts[1]

@@ -355,7 +355,7 @@ def on_one_rank() -> Any:
     for strategy in (sf.full_shard("shard"), sf.ddp("replica"), sf.hybrid_shard(shard="shard", replica="replica")):
         for engine in ENGINES:
             flat = sf.shard(plain, mesh, strategy)
-            with sf.ledger() as log:
+            with sf.collectives.ledger() as log:
                 got = engine(lambda ps: straight(sf.stage, ps, 0), flat)[1]
             assert not log.records
             want = torch.func.grad(lambda ps: straight(plainly, ps, 0))(plain)

@@ -64,12 +64,15 @@ def mixed_kinds(options: dict[str, Any], how: str) -> Any:
         return everyone(lambda ps, k: net(mixed_layer, ps, k), n)(ps)
 
     want = sf.grad(joint)([{name: p[name] for name in chosen} for p in plain])
-    with sf.ledger() as log:
+    with sf.collectives.ledger() as log:
         if how == "value_and_grad":
             gradient = sf.grad(lambda ps: net(f, ps, rank))(flat)
         else:
             leaves = [
-                {k: sf.FlatShard(v.values.clone().requires_grad_(v.layout.trainable), v.layout) for k, v in p.items()}
+                {
+                    k: sf.shards.FlatShard(v.values.clone().requires_grad_(v.layout.trainable), v.layout)
+                    for k, v in p.items()
+                }
                 for p in flat
             ]
             net(f, leaves, rank).backward()
@@ -85,7 +88,7 @@ def mixed_kinds(options: dict[str, Any], how: str) -> Any:
 def whole_again(gradient: Any, flat: Any) -> Any:
     """With the shards themselves where there is no gradient, so that all of a stage is there."""
     return optree.tree_map(
-        lambda g, p: p if g.values is None else g, gradient, flat, is_leaf=lambda x: isinstance(x, sf.FlatShard)
+        lambda g, p: p if g.values is None else g, gradient, flat, is_leaf=lambda x: isinstance(x, sf.shards.FlatShard)
     )
 
 
@@ -345,7 +348,7 @@ def lower(gather: Any, reduce: Any, options: dict[str, Any]) -> Any:
     found = []
     for engine in ENGINES[:2]:  # torch.func's gathers are in the wider dtype
         engine(lambda ps: net(f, ps, rows_of(rank, torch.float32)), flat)
-        with sf.ledger() as log:
+        with sf.collectives.ledger() as log:
             gradient = engine(lambda ps: net(f, ps, rows_of(rank, torch.float32)), flat)[1]
         assert {one.dtype for one in log.select(op="all_gather")} == {gather or torch.float32}
         assert {one.dtype for one in log.select(op="reduce_scatter")} == {wire}

@@ -269,7 +269,7 @@ def some_gradients(options: dict[str, Any]) -> Any:
     own = sf.grad(lambda ps, x: net(s.stage, ps, x), argnums=1)(s.flat["blocks"], x.detach())
     return worst(
         [
-            distance(sf.unshard(sf.FlatShard(g, chosen.layout)), want),
+            distance(sf.unshard(sf.shards.FlatShard(g, chosen.layout)), want),
             *(distance(one, wanted) for one in (gx, only, own)),
         ]
     )
@@ -285,7 +285,7 @@ def one_leaf_of_many() -> Any:
     """Only some leaves need gradients; the other shards are data."""
     s = Setting()
     mixed = {**s.flat, "head": s.leaves["head"], "blocks": [s.leaves["blocks"][0], *s.flat["blocks"][1:]]}
-    with sf.ledger() as log:
+    with sf.collectives.ledger() as log:
         straight(s.stage, mixed, s.rank).backward()
     want = s.want(straight)
     blank = optree.tree_map(torch.zeros_like, want)

@@ -128,7 +128,7 @@ def swapped_by_backward(how: str) -> None:
     leaves = variables(s.flat)
     outputs = [f(p, s.x) for p in leaves]
     mesh = s.flat[0].layout.grid.mesh()
-    with sf.transports(mesh, reduce_scatter="native") if how == "native" else contextlib.nullcontext():
+    with sf.collectives.transports(mesh, reduce_scatter="native") if how == "native" else contextlib.nullcontext():
         outputs[s.rank].square().sum().backward()
 
 
@@ -266,7 +266,7 @@ def taped_on_some_ranks(strategy: str, where: int) -> tuple[float, list[Any]]:
     Returns how far gradients are off, and the reductions in order.
     """
     mesh = sf.make_mesh(replica=2, shard=2, device="cpu")
-    placement = sf.strategy(strategy, shard="shard", replica="replica")
+    placement = sf.strategies.from_name(strategy, shard="shard", replica="replica")
     flat, frozen = sf.shard(squares(DEPTH), mesh, placement), sf.shard(squares(1), mesh, placement, frozen=".*")
     known, rank = squares(1)[0], mesh.get_rank()
 
@@ -279,7 +279,7 @@ def taped_on_some_ranks(strategy: str, where: int) -> tuple[float, list[Any]]:
 
     want = torch.func.grad(everyone(lambda ps, of: loss(layer, ps, known, rows()[of], of), 4))(squares(DEPTH))
     found = []
-    with sf.ledger() as log:
+    with sf.collectives.ledger() as log:
         for _ in range(2):
             got = sf.grad(lambda ps: loss(sf.stage(layer), ps, frozen[0], rows()[rank], rank))(flat)
             found.append(distance(sf.unshard(got), want))
@@ -341,10 +341,10 @@ def other_blocks(strategy: str) -> None:
     mesh = sf.make_mesh(replica=2, shard=n // 2, device="cpu")
     chosen: Any = {
         "ddp": sf.ddp(("replica", "shard")),
-        "zero1": sf.zero1(("replica", "shard")),
+        "zero1": sf.strategies.zero1(("replica", "shard")),
         "hybrid_shard": sf.hybrid_shard(shard="shard", replica="replica"),
-        "hfsdp": sf.hfsdp(shard="shard", replica="replica"),
-        "hpz": sf.hpz(shard="shard", replica="replica"),
+        "hfsdp": sf.strategies.hfsdp(shard="shard", replica="replica"),
+        "hpz": sf.strategies.hpz(shard="shard", replica="replica"),
     }[strategy]
     blocks = sf.shard([{"w": torch.full((8, 8), 0.1, dtype=torch.float64)} for _ in range(2)], mesh, chosen)
     staged = sf.stage(lambda p, x: x @ p["w"])

@@ -104,11 +104,11 @@ def misuse(how: str) -> Any:
     p = flat["blocks"][1]
     match how:
         case "shape":
-            return f(sf.FlatShard(p.values[:-1], p.layout), x)
+            return f(sf.shards.FlatShard(p.values[:-1], p.layout), x)
         case "stack":
-            return f(sf.FlatShard(torch.stack([p.values] * 2), p.layout), x)
+            return f(sf.shards.FlatShard(torch.stack([p.values] * 2), p.layout), x)
         case "no tensor":
-            return f(sf.FlatShard(3, p.layout), x)  # type: ignore[arg-type]
+            return f(sf.shards.FlatShard(3, p.layout), x)  # type: ignore[arg-type]
         case "one of two":
             return f(next(iter(flat["blocks"][0].values())), x)
         case "another mesh":
@@ -170,7 +170,7 @@ def other_stages(how: str) -> Any:
         sf.stage(block)(blocks[0], x)
         sf.stage(block)(blocks[1], x)
     if how == "native":
-        with sf.transports(mesh, all_gather="native"):
+        with sf.collectives.transports(mesh, all_gather="native"):
             return sf.stage(block)(blocks[0 if first else 1], x)
     if how == "another size":
         return (sf.stage(block)(blocks[0], x) if first else sf.stage(head)(flat["head"], x)).sum()

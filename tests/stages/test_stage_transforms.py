@@ -355,7 +355,7 @@ def compared(case: Case, sizes: dict[str, int], axes: Any, every: Any) -> Any:
     for options in every:
         s = Setting(mesh, sf.Placement(*axes), options)
         whole(sf.grad(s.loss)(s.flat))  # ranks compare what they run, the first time
-        with sf.ledger() as log:
+        with sf.collectives.ledger() as log:
             pairs = list(case(s))
         differences, scales = [], []
         for got, want in pairs:
@@ -410,7 +410,7 @@ def remade(f: Any) -> Any:
 
 def replicas_agree(s: Setting, x: Tensor) -> Tensor:
     """A value that ranks compare while it is traced."""
-    sf.assert_replicated({"sum": sf.psum(x, s.mesh.mesh_dim_names)}, s.mesh)
+    sf.shards.assert_replicated({"sum": sf.psum(x, s.mesh.mesh_dim_names)}, s.mesh)
     return s.net(s.flat, x.sin() * s.net(s.flat, torch.ones_like(x)))
 
 

@@ -209,7 +209,7 @@ def empty() -> tuple[float, list[int]]:
 
     staged, flat, counts = sf.stage(lambda p, x: layer(p, x, rank)), sharded(plain), []
     for _ in range(3):
-        with sf.ledger() as log:
+        with sf.collectives.ledger() as log:
             got = sf.grad(lambda ps: net(staged, ps, rows(rank)))(flat)
         counts.append(log.count(op="all_gather", backward=True))
     return distance(sf.unshard(got), wanted(layer, plain)), counts
@@ -226,7 +226,7 @@ def made_anew() -> list[int]:
     """Collectives of steps whose stages are made anew each time."""
     flat, counts = sharded(tree()), []
     for _ in range(3):
-        with sf.ledger() as log:
+        with sf.collectives.ledger() as log:
             sf.grad(lambda ps: net(sf.stage(lambda p, x: linear(p, x)), ps, rows(dist.get_rank())))(flat)
         counts.append(len(log.records))
     return counts
@@ -692,7 +692,7 @@ def stage_in_stage(kind: str) -> dict[str, float]:
         gradient = sf.grad(lambda ps, drops=drops: loss(ps, drops))
         want = torch.func.grad(lambda ps, drops=drops: total(ps, drops))(plain)
         found[f"grad, {drops}"] = distance(sf.unshard(gradient(flat)), want)
-        with sf.ledger() as log:
+        with sf.collectives.ledger() as log:
             gradient(flat)
         found[f"calls, {drops}"] = log.count(op="reduce_scatter")
     leaves, want = variables(flat), torch.func.grad(total)(plain)
@@ -828,7 +828,7 @@ def attributed() -> tuple[str, bool]:
             x = staged(p if trains else optree.tree_map(torch.detach, p), x)
         return x.square().sum()
 
-    with sf.ledger() as log:
+    with sf.collectives.ledger() as log:
         sf.grad(loss)([*flat, flat[0]], rows(dist.get_rank()))
         with scope(mesh()):
             sf.psum(torch.ones(3), "shard")
@@ -1090,7 +1090,7 @@ def known_of_places() -> list[bool]:
     def step(flat: Any, x: Tensor) -> Any:
         return sf.grad(lambda ps: sf.psum(net(staged, ps, x), ("shard", "tensor")))(flat)
 
-    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(sf.VaryingError):
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(sf.check.VaryingError):
         patch.setattr(GatheredView, "rebuilt_view", found)
         step(flat, rows(grid.get_local_rank("shard")))
     return same

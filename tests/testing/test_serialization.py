@@ -27,7 +27,7 @@ def load(name: str, file: Path):
 
 
 def test_a_function_of_an_importable_module_travels_by_name():
-    assert len(serialization.pack(serialization.encode, (), {})) < 200
+    assert len(serialization.pack(serialization.encode_outcome, (), {})) < 200
 
 
 MADE = {
@@ -68,7 +68,7 @@ def test_a_function_that_ranks_cannot_import_travels_by_value(tmp_path, monkeypa
 
 def test_an_outcome_survives_the_journey():
     x = torch.arange(6.0).view(2, 3).t()
-    outcome = serialization.decode(serialization.encode(Returned({"x": x, "none": None})))
+    outcome = serialization.decode_outcome(serialization.encode_outcome(Returned({"x": x, "none": None})))
     assert isinstance(outcome, Returned)
     assert torch.equal(outcome.value["x"], x)
     assert outcome.value["none"] is None

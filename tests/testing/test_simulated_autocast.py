@@ -67,7 +67,7 @@ def test_the_operations_are_those_of_cuda() -> None:
 
 
 def casts() -> tuple[list[int], set[torch.dtype], dict[str, str]]:
-    with sf.plan_mode(2) as device:
+    with sf.plan.mode(2) as device:
         model, x = nn.Linear(4, 4, bias=False), torch.ones(2, 4)
 
         def copies(**options: Any) -> int:

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations
 import shardfn as sf
 from shardfn.compat import dynamo
 from shardfn.testing import simulated, world
-from tests.plans import foreign
+from tests.plan import foreign
 from tests.refusals import told
 
 
@@ -44,7 +44,7 @@ PLAIN: dict[str, Callable[[Tensor], Any]] = {
 
 
 def shapes() -> dict[str, tuple[list[int], str]]:
-    with sf.plan_mode(2):
+    with sf.plan.mode(2):
         found = {name: f(torch.randn(4, 4)) for name, f in PLAIN.items()}
         return {name: (list(x.shape), x.device.type) for name, x in found.items()}
 
@@ -103,7 +103,7 @@ def test_recurrent_cells() -> None:
 
 
 def reads() -> tuple[list[str], list[tuple[str, int]]]:
-    with sf.plan_mode(2) as device:
+    with sf.plan.mode(2) as device:
         loss = nn.Parameter(torch.ones(3)).sum()
         texts = [f"{loss:.3f}", f"{loss}", f"{torch.ones((), dtype=torch.int64):>3}"]
         texts += [str(torch.allclose(loss, loss)), str(torch.equal(loss, loss))]
@@ -153,13 +153,13 @@ def refusals() -> dict[str, str]:
         "sizes by numbers": lambda: torch.unique(torch.ones(3)),
         "on the host": lambda: torch.ones(3, 3) @ host,
         "copied": lambda: copy.deepcopy(Doubtful()),
-        "in a stage": lambda: sf.plan_step(lambda p: sf.stage(doubtful)(p), params),
-        "in a stage's backward": lambda: sf.plan_step(
+        "in a stage": lambda: sf.plan.step(lambda p: sf.stage(doubtful)(p), params),
+        "in a stage's backward": lambda: sf.plan.step(
             lambda p: sf.grad(lambda p: sf.stage(Late.apply)(p["w"]).sum())(p), params
         ),
-        "a loop by numbers": lambda: sf.plan_step(lambda p: sf.stage(endless)(p), params),
+        "a loop by numbers": lambda: sf.plan.step(lambda p: sf.stage(endless)(p), params),
     }
-    with sf.plan_mode(2):
+    with sf.plan.mode(2):
         params = sf.init_sharded({"w": lambda g: torch.ones(4, 4)}, 0, sf.make_mesh(shard=2), sf.full_shard("shard"))
         return {name: told(call) for name, call in calls.items()}
 
@@ -189,9 +189,9 @@ def on_threads() -> tuple[list[str], list[int], int]:
 
     for threads in (early, ThreadPoolExecutor(1)):
         for _ in range(2):  # a thread from the first block is in the second, too
-            with sf.plan_mode(2):
+            with sf.plan.mode(2):
                 flops.append(
-                    sf.plan_step(lambda x, on: on.submit(layers, x).result(), torch.ones(8, 8), threads).flops()
+                    sf.plan.step(lambda x, on: on.submit(layers, x).result(), torch.ones(8, 8), threads).flops()
                 )
                 with ThreadPoolExecutor(4) as pool:
                     kinds = list(pool.map(together, range(4)))
@@ -210,7 +210,7 @@ def loaded(folder: str) -> list[set[Any]]:
 
     config = transformers.AutoConfig.for_model("llama", **foreign.LLAMA | {"num_hidden_layers": 8})
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    with sf.plan_mode(2):
+    with sf.plan.mode(2):
         model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
         return [{x.device.type for x in model.parameters()}, {x.dtype for x in model.parameters()}]
 
@@ -222,7 +222,7 @@ def test_a_model_is_loaded_by_threads(tmp_path: Path) -> None:
 def left() -> tuple[bool, bool, bool, bool]:
     state, hook, default = random.getstate(), sys.excepthook, dict(vars(dynamo.FAKE))
     for _ in range(2):
-        with sf.plan_mode(2):
+        with sf.plan.mode(2):
             sf.make_mesh(shard=2)
             torch.distributed.all_reduce(torch.ones(3))
             random.random()

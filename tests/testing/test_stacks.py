@@ -52,11 +52,11 @@ Current thread 0x00007f0000000001 (most recent call first):
 
 
 def test_the_main_thread_is_found_in_a_record():
-    frames, text = stacks.recorded(RECORD)
+    frames, text = stacks.parse_stacks(RECORD)
     assert frames == [Frame("/a/test_x.py", 7, "inner"), Frame("/a/test_x.py", 0, "outer")]
     assert text.index("inner") < text.index("helper")
 
 
 def test_a_record_of_nothing_is_nothing():
-    assert stacks.recorded("") == ([], "")
-    assert stacks.recorded("main thread 0x00007f0000000001\n") == ([], "")
+    assert stacks.parse_stacks("") == ([], "")
+    assert stacks.parse_stacks("main thread 0x00007f0000000001\n") == ([], "")

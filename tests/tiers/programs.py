@@ -378,7 +378,7 @@ def changed_to_new_tensors_between_steps(mesh: Any, strategy: Any) -> Any:
         ps, state = optimizer.step(ps, grads, state)
         ps = optree.tree_map(lambda x: x * 2, ps)
         state = optree.tree_map(lambda x: x * 0.5 if isinstance(x, Tensor) else x, state)
-        state = sf.to_tier(state, strategy.tiers.state)
+        state = sf.shards.to_tier(state, strategy.tiers.state)
     return sf.unshard(ps)
 
 
@@ -453,12 +453,12 @@ def clipped(mesh: Any, strategy: Any, donate: bool) -> Any:
 @program
 def partitioned_and_combined(mesh: Any, strategy: Any) -> Any:
     ps, loss, optimizer = placed(mesh, strategy), loss_of(), so.adamw(1e-2)
-    trained_part, rest = sf.partition(ps, r"blocks.*")
+    trained_part, rest = sf.shards.partition(ps, r"blocks.*")
     state = optimizer.init(trained_part)
     for number in range(2):
-        _, grads = sf.value_and_grad(lambda t: loss(sf.combine(t, rest), rows(mesh, number)))(trained_part)  # noqa: B023
+        _, grads = sf.value_and_grad(lambda t: loss(sf.shards.combine(t, rest), rows(mesh, number)))(trained_part)  # noqa: B023
         trained_part, state = optimizer.step(trained_part, grads, state)
-    return sf.unshard(sf.combine(trained_part, rest))
+    return sf.unshard(sf.shards.combine(trained_part, rest))
 
 
 @program
@@ -622,7 +622,7 @@ def fetched_values(mesh: Any, strategy: Any) -> Any:
     values = [x.values for x in flats]
     found = [v.clone() for v in values] + [v.sum() for v in values] + [v[::2].clone() for v in values if v.numel() > 1]
     found += [v.float().double() for v in values] + [torch.cat([v.reshape(-1) for v in values])]
-    return found, sf.vdot(ps, ps), so.norms(ps).total
+    return found, so.vdot(ps, ps), so.norms(ps).total
 
 
 for _donate in (True, False):

@@ -335,7 +335,7 @@ def counted(defer: Any, k: int) -> Any:
 
     step = sf.accumulate(loss, list(x.split(2)), defer=defer)
     step(flat)
-    with sf.ledger() as log:
+    with sf.collectives.ledger() as log:
         step(flat)
     assert log.count(scheduled=False) == 0
     whole = sum(2 * p.values.numel() * 8 for p in flat)

@@ -415,7 +415,7 @@ def two_axes(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
 def fsdp_and_tensor(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
     """Rows of the batch over d; rows of w over r, whose products are summed, and over d, gathered."""
     w = sf.all_gather(w, "d", dim=1)
-    partial = sf.local_slice(x, "r", dim=1) @ w
+    partial = sf.collectives.local_slice(x, "r", dim=1) @ w
     out = torch.tanh(sf.psum(partial, "r"))
     return sf.psum(((out - y) ** 2).sum(), "d") / (ROWS * OUT)
 

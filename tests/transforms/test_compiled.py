@@ -219,10 +219,10 @@ def in_turn(name: str, around: Callable[[int], Any] = lambda i: contextlib.nullc
     for i in range(STEPS):
         x = draw(ROWS, WIDTH, WIDTH).to(device_here())
         torch.manual_seed(i)
-        with sf.ledger() as plainly_sent:
+        with sf.collectives.ledger() as plainly_sent:
             *one, value = step(*one, x)
         torch.manual_seed(i)
-        with sf.ledger() as sent, around(i):
+        with sf.collectives.ledger() as sent, around(i):
             *two, other = compiled(*two, x)
         counts = [Counter(map(_message, log.records)) for log in (plainly_sent, sent)]
         found.append(
@@ -1589,7 +1589,7 @@ def differentiated_twice() -> Any:
             return sf.psum(y.pow(3).sum(), DATA)
 
         def penalty(params: Any) -> Tensor:
-            return sf.vdot(gradient := sf.grad(loss)(params), gradient)
+            return so.vdot(gradient := sf.grad(loss)(params), gradient)
 
         grads = sf.grad(penalty)(params)
         return optree.tree_map(lambda p, g: p - 1e-3 * g, params, grads), loss(params)
@@ -1633,8 +1633,8 @@ def sent_around() -> Any:
         around = sf.ppermute(x, "shard", [(k, (k + 1) % n) for k in range(n)])
         whole = sf.all_gather(x, "shard", to="invariant")
         comes = [1 + i for i in range(n)] if rank == n - 1 else [1] * n
-        ragged = sf.ragged_all_to_all(x[: n + rank], "shard", [1] * (n - 1) + [1 + rank], comes)
-        return w - around, sf.local_slice(whole * 2, "shard"), ragged
+        ragged = sf.collectives.ragged_all_to_all(x[: n + rank], "shard", [1] * (n - 1) + [1 + rank], comes)
+        return w - around, sf.collectives.local_slice(whole * 2, "shard"), ragged
 
     for run in (step, sf.compile(step, mesh=mesh)):
         w, values = data(1), []

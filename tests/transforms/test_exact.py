@@ -421,7 +421,7 @@ def sent(strategy: str) -> tuple[int, int]:
             lambda p, t, micro=micro, f=loss: sf.accumulate(f, t, micro=micro, defer="nothing")(p),
             mesh=mesh, in_specs=(..., P(DATA)), out_specs=(P(), ...),
         )  # fmt: skip
-        with sf.ledger() as log:
+        with sf.collectives.ledger() as log:
             step(params, rows(1)[0])
         found.append(log.bytes(stage="p"))
     return found[0], found[1]

@@ -610,7 +610,7 @@ def counted_collectives(graph: bool) -> Any:
         for x in batches(4):
             own = x[0].to(device.name)
             device.reset_counts()
-            with sf.ledger() as log:
+            with sf.collectives.ledger() as log:
                 params, state, _ = step(params, state, own)
             counts.append((log.count(op="all_gather"), log.count(op="reduce_scatter"), log.bytes()))
             waits.append(len(device.synchronisations))

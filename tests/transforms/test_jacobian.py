@@ -21,7 +21,7 @@ ROUNDING = 1e-12
 MESHES: dict[str, tuple[dict[str, int], Any]] = {
     "full_shard": ({"shard": -1}, sf.full_shard("shard")),
     "ddp": ({"shard": -1}, sf.ddp("shard")),
-    "shard_grad_op": ({"shard": -1}, sf.shard_grad_op("shard")),
+    "shard_grad_op": ({"shard": -1}, sf.strategies.shard_grad_op("shard")),
     "hybrid": ({"replica": 2, "shard": -1}, sf.hybrid_shard(shard="shard", replica="replica")),
 }
 

@@ -208,7 +208,7 @@ def test_specs_inside_that_leave_out_an_axis_of_the_outer_function_are_to_name_i
         mesh, x = mesh_of(a=2, b=2), torch.tensor([1.0 + dist.get_rank()])
         try:
             return sf.shard_map(outer, mesh=mesh, in_specs=P(("a", "b")), out_specs=P())(x).item()
-        except sf.VaryingError as error:
+        except sf.check.VaryingError as error:
             return str(error), [finding.fix for finding in error.findings]
 
     text, fixes = world(4).run(body, P("b"), P())[0]
@@ -777,7 +777,7 @@ class TestDerivativesOfWholeArguments:
 
             def loss(p: Any, n: Tensor, word: str) -> Tensor:
                 assert (word, n.dtype, p["w"].shape, p["more"][0].shape) == ("word", torch.int64, (2,), (4,))
-                return sf.psum((p["w"] * sf.local_slice(p["more"][0], "a") * n).sum(), "a")
+                return sf.psum((p["w"] * sf.collectives.local_slice(p["more"][0], "a") * n).sum(), "a")
 
             specs = {"p": {"w": P("a"), "more": P()}, "n": P("a"), "word": P()}
             f = sf.shard_map(loss, mesh=mesh_of(), in_specs=specs, out_specs=P(), inputs="global")
@@ -876,7 +876,7 @@ def on_a_mesh_of_any_order(ranks: list[list[int]]) -> list[str]:
             try:
                 sf.shard_map(f, mesh=mesh, in_specs=P(axis), out_specs=out)(x_here)
                 told.append("nothing")
-            except sf.VaryingError as error:
+            except sf.check.VaryingError as error:
                 told.append(str(error))
     w = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     flat = sf.shard({"w": w}, mesh, sf.hybrid_shard(shard="b", replica="a"))

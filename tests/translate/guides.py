@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
+from shardfn.translate.values import strategy_path
+
 
 class Guide(NamedTuple):
     suffix: str
@@ -145,20 +147,21 @@ WHOLE: dict[str, Any] = {"max_steps": 100, "learning_rate": 2e-5, "gradient_accu
 TOKENS = ("/ tokens", "tokens = sf.psum(", "so.clip_by_global_norm(1.0)")
 
 GUIDES: dict[str, Guide] = {
-    **{f"accelerate-{name}": Guide(".yaml", accelerate(name), 0, (f"sf.{ours}(", "prefetch=1"))
+    **{f"accelerate-{name}": Guide(".yaml", accelerate(name), 0, (f"{strategy_path(ours)}(", "prefetch=1"))
        for name, ours in zip(NAMES, CUTS, strict=True)},
-    **{f"accelerate-{number}": Guide(".yaml", accelerate(number), 0, (f"sf.{ours}(",))
+    **{f"accelerate-{number}": Guide(".yaml", accelerate(number), 0, (f"{strategy_path(ours)}(",))
        for number, ours in enumerate(CUTS, 1)},
     "accelerate-old-prefetch": Guide(".yaml", accelerate(1, "backward_prefetch_policy"), 0, (*FULL, "prefetch=1")),
     "accelerate-offload": Guide(".yaml", accelerate("FULL_SHARD", offload=True), 0,
                                 ('strategy.with_tiers(params="host"',)),
     "accelerate-2": Guide(".yaml", HEAD + NEW.format(kept="true"), 0, ("sf.full_shard(", "remat=True")),
-    "accelerate-2-kept": Guide(".yaml", HEAD + NEW.format(kept="false"), 0, ("sf.shard_grad_op(",)),
+    "accelerate-2-kept": Guide(".yaml", HEAD + NEW.format(kept="false"), 0, ("sf.strategies.shard_grad_op(",)),
     "deepspeed-2": Guide(".json", json.dumps(STAGE2), 1, ("sf.zero2(", "dynamic_loss_scale"), ("fp16.hysteresis",)),
     "deepspeed-auto": Guide(".json", json.dumps(AUTO), 1, ("sf.full_shard(",), ("optimizer.params.lr",)),
     **{f"transformers-{said.replace(' ', '-')}": Guide(".py", hf(fsdp=said, bf16=True, **WHOLE), 0, (cut, *TOKENS))
        for said, cut in (("full_shard", "sf.full_shard("), ("full_shard auto_wrap", "sf.full_shard("),
-                         ("shard_grad_op auto_wrap", "sf.shard_grad_op("), ("hybrid_shard", "sf.hybrid_shard("),
+                         ("shard_grad_op auto_wrap", "sf.strategies.shard_grad_op("),
+                         ("hybrid_shard", "sf.hybrid_shard("),
                          ("full_shard offload", '.with_tiers(params="host"'))},
     "transformers-true": Guide(".py", hf(fsdp=True, **WHOLE, fsdp_config={
         "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "activation_checkpointing": True,
@@ -167,7 +170,7 @@ GUIDES: dict[str, Guide] = {
     "transformers-1": Guide(".py", hf(fsdp=["shard_grad_op", "auto_wrap"], **WHOLE, fsdp_config={
         "version": 1, "backward_prefetch": "backward_pre", "forward_prefetch": "false", "limit_all_gathers": True,
         "use_orig_params": True, "sync_module_states": True, "min_num_params": 0, "xla": False,
-    }), 0, ("sf.shard_grad_op(", "prefetch=1")),
+    }), 0, ("sf.strategies.shard_grad_op(", "prefetch=1")),
     "transformers-prefixed": Guide(".py", hf(fsdp="full_shard", **WHOLE, fsdp_config={
         "fsdp_transformer_layer_cls_to_wrap": "BertLayer", "fsdp_backward_prefetch": "backward_pre",
     }), 0, ('stages={"BertLayer"}',)),
@@ -206,7 +209,7 @@ GUIDES: dict[str, Guide] = {
         'FSDPStrategy(auto_wrap_policy={torch.nn.TransformerEncoderLayer}, limit_all_gathers=True, cpu_offload=False,\n'
         '    activation_checkpointing_policy={torch.nn.TransformerEncoderLayer}, sharding_strategy="SHARD_GRAD_OP",\n'
         '    state_dict_type="sharded", backward_prefetch="BACKWARD_PRE", forward_prefetch=True)'
-    ), precision="bf16-mixed"), 0, ("sf.shard_grad_op(", "remat=True", "prefetch=1")),
+    ), precision="bf16-mixed"), 0, ("sf.strategies.shard_grad_op(", "remat=True", "prefetch=1")),
     "torch": Guide(".py", TORCH.format(root="", calls=""), 0, ("sf.full_shard(", "clip_by_global_norm(1.0)")),
     "torch-root": Guide(".py", TORCH.format(root=", reshard_after_forward=False", calls=""), 0, ("sf.full_shard(",)),
     "torch-kept": Guide(".py", TORCH.format(root="", calls="").replace(
@@ -225,7 +228,9 @@ GUIDES: dict[str, Guide] = {
     ), ("set_reduce_scatter_divide_factor.factor",)),
     "torch-sync": Guide(".py", TORCH.format(root="", calls="model.set_requires_gradient_sync(False)"), 1, (),
                         ("set_requires_gradient_sync",)),
-    "torch-1": Guide(".py", FSDP1, 1, ("sf.shard_grad_op(", '.with_tiers(params="host"', "clip_by_global_norm(0.5)"), (
+    "torch-1": Guide(".py", FSDP1, 1, (
+        "sf.strategies.shard_grad_op(", '.with_tiers(params="host"', "clip_by_global_norm(0.5)",
+    ), (
         "StepLR", "no_sync", "auto_wrap_policy",
     )),
 }  # fmt: skip

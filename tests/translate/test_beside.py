@@ -138,7 +138,7 @@ def test_state_of_an_optimizer_that_is_cut_is_zero1(tmp_path: Path) -> None:
     found, statuses = translated(tmp_path, HEAD + text.format("optimizer_class=torch.optim.SGD"))
     assert found.complete
     assert statuses["ZeroRedundancyOptimizer"] == statuses["SGD"] == "becomes"
-    assert "strategy = sf.zero1(DATA)" in found.program
+    assert "strategy = sf.strategies.zero1(DATA)" in found.program
     assert "so.sgd(0.02" in found.program
     found, statuses = translated(tmp_path, HEAD + text.format("chosen"))
     assert statuses["ZeroRedundancyOptimizer.optimizer_class"] == "open"

@@ -192,7 +192,7 @@ def test_what_a_program_changes_or_decides_is_open(text: str, key: str, tmp_path
 def test_what_a_partial_is_given_is_read(tmp_path: Path) -> None:
     text = "shard = functools.partial(fully_shard, reshard_after_forward=False)\nfor layer in layers:\n    shard(layer)"
     (tmp_path / "a.py").write_text(text)
-    assert "sf.shard_grad_op(" in translate(tmp_path / "a.py").program
+    assert "sf.strategies.shard_grad_op(" in translate(tmp_path / "a.py").program
 
 
 @pytest.mark.parametrize(("text", "says"), [

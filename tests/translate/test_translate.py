@@ -395,7 +395,7 @@ def test_no_without_quotes_is_the_word(text: str, tmp_path: Path):
 def test_python_is_parsed_and_not_run(tmp_path: Path):
     file, trace = tmp_path / "a.py", tmp_path / "trace"
     file.write_text(f"open({str(trace)!r}, 'w')\nx = 2\nfully_shard(model, reshard_after_forward=x)\n")
-    assert "sf.hpz" in translate(file).program
+    assert "sf.strategies.hpz" in translate(file).program
     assert not trace.exists()
 
 
@@ -403,7 +403,7 @@ def test_the_command_prints_a_program_and_a_table(tmp_path: Path, capsys: pytest
     file = written("zero1", tmp_path)
     assert main(["translate", str(file)]) == 0
     out = capsys.readouterr().out
-    assert "strategy = sf.zero1(DATA)  # zero_optimization.stage\n" in out
+    assert "strategy = sf.strategies.zero1(DATA)  # zero_optimization.stage\n" in out
     assert re.search(r"gradient_clipping\s+0\.1\s+becomes\s+so\.clip_by_global_norm", out)
     assert main(["translate", str(written("not-there", tmp_path))]) == 1
 

@@ -94,9 +94,9 @@ def reduce_scatter_of_invariant(shard_map, mesh):
     @shard_map(in_specs=(P(), P("data"), P("data")), out_specs=P())
     def step(params, x, y):
         grads = sf.grad(loss_fn)(params, x, y)
-        # fix: grad = sf.local_slice(grads["w"], "data")
+        # fix: grad = sf.collectives.local_slice(grads["w"], "data")
         grad = sf.reduce_scatter(grads["w"], "data")  # here
-        w = sf.local_slice(params["w"], "data") - 0.1 * grad
+        w = sf.collectives.local_slice(params["w"], "data") - 0.1 * grad
         return {"w": sf.all_gather(w, "data", to="invariant")}
 
     return step(weights("w"), part(X, mesh, "data"), part(Y, mesh, "data"))
@@ -174,7 +174,7 @@ def local_slice_of_varying(shard_map, mesh):
     @shard_map(in_specs=(P(), P("data"), P("data")), out_specs=P())
     def evaluate(params, x, y):
         # fix: pass
-        x, y = sf.local_slice((x, y), "data")  # here
+        x, y = sf.collectives.local_slice((x, y), "data")  # here
         return sf.psum(squares(x @ params["w"], y), "data") / COUNT
 
     return evaluate(weights("w"), part(X, mesh, "data"), part(Y, mesh, "data"))
@@ -191,8 +191,8 @@ def local_slice_of_local_gradients(shard_map, mesh):
     def step(params, x, y):
         grads = sf.grad(loss_fn)(params, x, y)
         # fix: grad = sf.reduce_scatter(grads["w"], "data")
-        grad = sf.local_slice(grads["w"], "data")  # here
-        w = sf.local_slice(params["w"], "data") - 0.1 * grad
+        grad = sf.collectives.local_slice(grads["w"], "data")  # here
+        w = sf.collectives.local_slice(params["w"], "data") - 0.1 * grad
         return {"w": sf.all_gather(w, "data", to="invariant")}
 
     return step(weights("w"), part(X, mesh, "data"), part(Y, mesh, "data"))

@@ -121,7 +121,7 @@ def psum_forgotten_hfsdp_with_an_optimizer(shard_map, mesh):
         grads = sf.grad(loss_fn)(params, x, y)
         return opt.step(params, grads, state)[0]
 
-    params = sf.shard({"layer": weights("w", "b")}, mesh, sf.hfsdp(shard="shard", replica="replica"))
+    params = sf.shard({"layer": weights("w", "b")}, mesh, sf.strategies.hfsdp(shard="shard", replica="replica"))
     return step(params, opt.init(params), part(X, mesh, *BOTH), part(Y, mesh, *BOTH))
 
 

@@ -228,7 +228,7 @@ def zero1_by_hand(on: On) -> Made:
 
     def step(w: Tensor, x: Tensor) -> Tensor:
         piece = sf.reduce_scatter(sf.grad(loss)(w, x), "shard")
-        return sf.all_gather(sf.local_slice(w, "shard") - 0.1 * piece, "shard", to="invariant")
+        return sf.all_gather(sf.collectives.local_slice(w, "shard") - 0.1 * piece, "shard", to="invariant")
 
     mapped = on(step, (P(), P("shard")), P())
     return lambda: mapped(w, on.cut(x, "shard")), w - 0.1 * plainly(loss, w, x)[1]

@@ -126,7 +126,7 @@ def training_with_lossless_wires(on: On) -> Made:
 
 @right("processes", shard=2)
 def training_with_small_parameters_whole(on: On) -> Made:
-    return _training(on, sf.replicate_small(sf.full_shard("shard"), below=10), _adamw, data="shard")
+    return _training(on, sf.strategies.replicate_small(sf.full_shard("shard"), below=10), _adamw, data="shard")
 
 
 @right("processes", shard=2)
@@ -207,7 +207,7 @@ def an_update_by_hand_and_a_norm(on: On) -> Made:
     def step(params: Any, tokens: Tensor, data: Any = ()) -> Any:
         gradient = sf.grad(language)(params, tokens, data)
         new = optree.tree_map(lambda p, g: p - 0.1 * g, params, gradient)
-        return new, so.global_norm(gradient), sf.vdot(gradient, params)
+        return new, so.global_norm(gradient), so.vdot(gradient, params)
 
     mapped = on(lambda p, t: step(p, t, "shard"), (..., P("shard")), (..., P(), P()))
 

@@ -91,9 +91,9 @@ def pieces_of_any_length_that_travel(on: On) -> Made:
         kind = (x[:, 0] > 0).long()
         order = kind.argsort(stable=True)
         counts = torch.bincount(kind, minlength=2).tolist()
-        there = sf.ragged_all_to_all(x[order], "shard", counts)
+        there = sf.collectives.ragged_all_to_all(x[order], "shard", counts)
         back = sf.all_to_all(torch.tensor(counts), "shard", split_dim=0, concat_dim=0).tolist()
-        y = sf.ragged_all_to_all(torch.tanh(there @ w[0]), "shard", back, counts)
+        y = sf.collectives.ragged_all_to_all(torch.tanh(there @ w[0]), "shard", back, counts)
         return sf.psum(y[order.argsort()].square().sum(), "shard")
 
     step = on(sf.value_and_grad(loss), (P("shard"), P("shard")), (P(), P("shard")))
@@ -293,8 +293,8 @@ def a_value_that_is_cut_in_another_way(on: On) -> Made:
     x = drawn(117)(ROWS, D)
 
     def turned(x: Tensor) -> Any:
-        columns = sf.redistribute(x, "row/shard d -> row d/shard")
-        return columns.softmax(0), sf.redistribute(x.square(), "row d +shard -> row d")
+        columns = sf.collectives.redistribute(x, "row/shard d -> row d/shard")
+        return columns.softmax(0), sf.collectives.redistribute(x.square(), "row d +shard -> row d")
 
     mapped = on(turned, P("shard"), (P(None, "shard"), P()))
     total = x.square().view(2, -1, D).sum(0)

@@ -308,7 +308,7 @@ def a_penalty_on_the_norm_of_all_parameters(on: On) -> Made:
 
     def loss(params: Any, x: Tensor, data: Any = ()) -> Tensor:
         rows = sf.psum(layer(params["block"], x).square().sum(), data) / ROWS
-        return rows + 0.1 * so.global_norm(params) ** 2 + 0.1 * sf.vdot(params, params)
+        return rows + 0.1 * so.global_norm(params) ** 2 + 0.1 * so.vdot(params, params)
 
     flat = sf.shard(whole, on.mesh, sf.full_shard("shard"))
     step = on(lambda p, x: sf.value_and_grad(loss)(p, x, "shard"), (..., P("shard")), (P(), ...))
