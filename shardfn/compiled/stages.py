@@ -28,7 +28,7 @@ from shardfn.stages.entry_exit import Call
 from shardfn.stages.gather import Gathered, offset_in
 from shardfn.stages.gather_plan import Gather, GatherPlan
 from shardfn.stages.prefetch import Wanted
-from shardfn.stages.reduction import PendingReduction
+from shardfn.stages.reduction import PendingReduction, inexact_sum
 from shardfn.stages.replay import RngAndAutocast
 from shardfn.stages.routes import Reduction
 from shardfn.stages.schedule import Schedule, schedule_of
@@ -36,7 +36,7 @@ from shardfn.stages.signature import Signature
 from shardfn.stages.stage import called, called_by, way
 from shardfn.stages.tape import CallTape
 from shardfn.tiers.activations import Offload
-from shardfn.transforms.step import GradientSum, Step, wider
+from shardfn.transforms.step import GradientSum, Parts, Step, wider
 
 
 class GatherFunction(Scheduled):
@@ -216,9 +216,17 @@ class TracedReductions:
         self.begins = True
 
     def start(
-        self, reduction: Reduction, gradients: Sequence[Tensor | None], total: GradientSum | None, defer: str
+        self,
+        reduction: Reduction,
+        gradients: Sequence[Tensor | None],
+        total: GradientSum | None,
+        defer: str,
+        parts: Parts | None = None,
     ) -> Tensor | None:
         """The sum over ranks, unless it is added to a total, or deferred."""
+        del parts
+        if reduction.route.tree is not None:
+            raise inexact_sum(reduction)
         if defer == "all" and total is not None:
             self._add(total, gradients)
             return None

@@ -285,6 +285,15 @@ def _buffer_views(layout: Layout, dtype: torch.dtype, memory: Tensor) -> list[Te
     return [*layout.views(flat), *gaps, flat[marks:]]
 
 
+def inexact_sum(reduction: Reduction) -> RuntimeError:
+    """The error about a gradient of parameters with exact parts that is not summed by parts."""
+    return RuntimeError(
+        f"stage {reduction.layout.stage!r}: its parameters have with_exact, and their gradients come from "
+        f'accumulate(f, batch, micro="exact"), which is not compiled. To differentiate otherwise, shard the parameters '
+        f"by a strategy without with_exact"
+    )
+
+
 class Reductions:
     """The gradients in flight on one mesh.
 
@@ -419,11 +428,7 @@ class Reductions:
     ) -> PendingReduction:
         """Starts to sum the gradients of one part of a batch on each rank, by the tree of all parts."""
         if total is None or parts is None:
-            raise RuntimeError(
-                f"stage {reduction.layout.stage!r}: its parameters have with_exact, and their gradients come from "
-                f'accumulate(f, batch, micro="exact"). To differentiate otherwise, shard the parameters by a strategy '
-                f"without with_exact"
-            )
+            raise inexact_sum(reduction)
         flat, source = self._flat(reduction, gradients)
         shard, dtype, pieces = reduction.route.shard, reduction.dtypes.sum, len(tree.pieces)
         pending = PendingReduction(reduction, flat, total, deferred=True, scattered=True)

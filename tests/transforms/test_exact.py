@@ -443,13 +443,19 @@ def wrong(case: str) -> str:
     placement = STRATEGIES["full_shard"]
     psum = sf.stage(lambda p, x: sf.psum(x, DATA))
 
-    def on(parts: int, loss: Any = lambda p, x: second(p, x).sum(), rows: int = 4, **options: Any) -> Any:
+    def on(
+        parts: int,
+        loss: Any = lambda p, x: second(p, x).sum(),
+        rows: int = 4,
+        around: Any = lambda f: f,
+        **options: Any,
+    ) -> Any:
         params = sf.shard({"w": drawn(8, 8, seed=1)}, mesh, placement.with_exact(parts))
         step = sf.shard_map(
             lambda p, x: sf.accumulate(loss, x, **{"micro": "exact", **options})(p),
             mesh=mesh, in_specs=..., out_specs=...,
         )  # fmt: skip
-        return step(params, torch.ones(rows, 8))
+        return around(step)(params, torch.ones(rows, 8))
 
     rank = dist.get_rank()
     cases: dict[str, Callable[[], Any]] = {
@@ -468,7 +474,11 @@ def wrong(case: str) -> str:
         "numbers": lambda: on(4, lambda p, x: second(p, x).sum() + optree.tree_leaves(p)[0].sum()),
         "aux": lambda: on(4, lambda p, x: (second(p, x).sum(), "text"), has_aux=True),
     }
-    return told(cases[case])
+    more: dict[str, Callable[[], Any]] = {
+        "compiled": lambda: on(4, around=sf.compile),
+        "transformed": lambda: on(4, around=lambda f: lambda p, x: torch.func.grad(lambda x: f(p, x)[0])(x)),
+    }
+    return told((cases | more)[case])
 
 
 @pytest.mark.parametrize(
@@ -487,6 +497,8 @@ def wrong(case: str) -> str:
         ("usual micro-batches", 'come from accumulate(f, batch, micro="exact")'),
         ("numbers", "reads the numbers of a shard outside of a stage"),
         ("aux", "aux must have tensors and numbers alone"),
+        ("compiled", "exact sums are not supported in a compiled or captured step"),
+        ("transformed", "exact sums are not supported under a transform of torch.func"),
     ],
 )
 @pytest.mark.world(2, "processes")
