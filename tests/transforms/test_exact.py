@@ -438,6 +438,11 @@ def test_no_more_bytes_are_sent_than_by_so_many_micro_batches(world: World, stra
 # --- errors, on every rank ---
 
 
+def second_call_of_compiled(step: Any) -> Any:
+    compiled = sf.compile(step)
+    return lambda *args: (compiled(*args), compiled(*args))
+
+
 def wrong(case: str) -> str:
     mesh = data_mesh(dist.get_world_size())
     placement = STRATEGIES["full_shard"]
@@ -475,7 +480,7 @@ def wrong(case: str) -> str:
         "aux": lambda: on(4, lambda p, x: (second(p, x).sum(), "text"), has_aux=True),
     }
     more: dict[str, Callable[[], Any]] = {
-        "compiled": lambda: on(4, around=sf.compile),
+        "compiled": lambda: on(4, around=second_call_of_compiled),
         "transformed": lambda: on(4, around=lambda f: lambda p, x: torch.func.grad(lambda x: f(p, x)[0])(x)),
     }
     return told((cases | more)[case])
