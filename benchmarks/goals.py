@@ -97,6 +97,7 @@ TIMED = [
     Command("hosts", 600, NOISE),
     Command("plan_hosts", 400, NOISE),
     Command("elastic", 300, NOISE),
+    Command("exact --steps 10 --rounds 5", 900, NOISE),
     Command("gpu", 5000, NOISE),
     Command("check_vma", 600, NOISE, needs="jax"),
 ]
