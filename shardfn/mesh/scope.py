@@ -213,6 +213,11 @@ class BatchPart:
     count: int
 
 
+def inside_part() -> bool:
+    """Whether the program computes one part of a batch, whose sums do not depend on the mesh."""
+    return _scope.part is not None
+
+
 def in_part(part: BatchPart) -> Any:
     """A context in which the program computes one part of a batch, and may not use these axes."""
     return replaced(_scope, part=part)

@@ -56,7 +56,7 @@ class Placement:
         exact: the number of parts of a batch whose sums have the same bits on any mesh; 0 if not; see `with_exact`.
 
     Raises:
-        ValueError: an axis twice; `gradients` or `reshard` that do not fit `axes`; quantized gradients with `exact`.
+        ValueError: an axis twice; `gradients` or `reshard` that do not fit `axes`; quantized messages with `exact`.
 
     Example:
         >>> Placement(axes=("shard",), replicas=("replica",)) == hybrid_shard(shard="shard", replica="replica")
@@ -107,10 +107,10 @@ class Placement:
         names = (*self.axes, *self.replicas, *self.only_at_axes)
         for name in ("gather_format", "reduce_format"):
             check_format(getattr(self, name), f"a strategy's {name}")
-        if self.exact and self.reduce_format is not None:
+        if self.exact and (self.reduce_format or self.gather_format) is not None:
             raise ValueError(
-                "a strategy has exact and reduce_format: gradients that are quantized on the way have other bits on "
-                "another number of ranks. Leave one of them out"
+                "a strategy has exact parts and a gather_format or reduce_format: quantized messages give other bits "
+                "on another number of ranks. Leave one of them out"
             )
         twice = [name for name in names if names.count(name) > 1]
         if twice:
@@ -541,7 +541,7 @@ def replicate_small(strategy: Strategy, below: int) -> Callable[[str, tuple[int,
     def rule(path: str, shape: tuple[int, ...]) -> Placement:
         chosen = strategy if isinstance(strategy, Placement) else strategy(path, shape)
         return (
-            Placement(replicas=chosen.axes + chosen.replicas, only_at=chosen.only_at)
+            Placement(replicas=chosen.axes + chosen.replicas, only_at=chosen.only_at, exact=chosen.exact)
             if math.prod(shape) < below
             else chosen
         )

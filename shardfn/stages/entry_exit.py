@@ -39,7 +39,7 @@ from shardfn.stages.saved import DecodedParameter, GatheredView, hooks
 from shardfn.stages.signature import Signature, cast, cast_all
 from shardfn.stages.written import Snapshot, snapshot
 from shardfn.tiers.activations import Offload, offloading
-from shardfn.transforms.step import Step
+from shardfn.transforms.step import Step, exact_part_differentiates
 
 if TYPE_CHECKING:
     from shardfn.stages.schedule import Schedule
@@ -425,6 +425,8 @@ class Call:
             if torch.is_grad_enabled() or batched:
                 # Else a pass through this graph would gather where its nodes ask for it, not where all ranks do.
                 self.stays = True
+                if self.step is not None and self.step.parts is not None:
+                    raise exact_part_differentiates(self.signature.name)
                 with scope(schedule.mesh):
                     return transposed(self.plan, self.shards, self.trains, parted)
             if debugging.nan:

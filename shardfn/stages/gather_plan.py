@@ -123,6 +123,11 @@ def up(nbytes: int) -> int:
 def wire_of(layout: Layout, dtype: torch.dtype, format: Format | None) -> Wire | None:
     """The quantized format in which a shard is sent; None if it is sent unquantized, or not at all."""
     chosen = format or layout.placement.gather_format
+    if chosen is not None and layout.placement.exact:
+        raise ValueError(
+            f"stage {layout.stage!r} has gather_format, and parameters with with_exact: quantized messages give other "
+            f"bits on another number of ranks. Leave one of them out"
+        )
     if chosen is None or not dtype.is_floating_point or layout.size == 1:
         return None
     return Wire(chosen, layout.piece, ALIGNMENT)

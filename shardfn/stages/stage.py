@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardfn.compat import dispatch, dynamo, functorch
 from shardfn.mesh import planned
 from shardfn.mesh.grid import Grid
-from shardfn.mesh.scope import elsewhere, mesh_of
+from shardfn.mesh.scope import elsewhere, inside_part, mesh_of
 from shardfn.quant.formats import Format
 from shardfn.quant.packed import Packed
 from shardfn.shards.layout import FlatShard, is_stage, stage_shards
@@ -32,6 +32,7 @@ from shardfn.stages.prefetch import Group, PrefetchOrder
 from shardfn.stages.schedule import Schedule, schedule_of
 from shardfn.stages.signature import Signature, signature_of
 from shardfn.transforms.modules import refuse_module
+from shardfn.transforms.step import exact_part_differentiates
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -306,6 +307,8 @@ way = _StageCaller()
 def called(signature: Signature, leaves: list[Any]) -> Any:
     """Calls a stage by its schedule; inside torch.func transforms and traced graphs, composes it of collectives."""
     composes = dispatch.in_graph() or functorch.inside_batching_or_forward() or functorch.inside_transform()
+    if composes and inside_part():
+        raise exact_part_differentiates(signature.name)
     return called_by(None if composes else schedule_of, signature, leaves)
 
 

@@ -16,18 +16,18 @@ from shardfn.check.callsites import paused
 from shardfn.collectives import functional
 from shardfn.collectives.agree import agree
 from shardfn.collectives.capturing import capturing
-from shardfn.compat import dispatch, functorch, process_groups
+from shardfn.compat import dispatch, dynamo, functorch, process_groups
 from shardfn.mesh.exact import order, split_bases, sum_of_pieces
 from shardfn.mesh.grid import Axis
 from shardfn.mesh.planned import planned
-from shardfn.mesh.scope import BatchPart, current_axes, in_part, scope_of
+from shardfn.mesh.scope import BatchPart, current_axes, in_part, inside_part, scope_of
 from shardfn.shards.layout import Layout
 from shardfn.shards.random import mixed
 from shardfn.tiers.streaming import in_place
-from shardfn.transforms.autodiff import Variables, detached, follow, totals, unshared
+from shardfn.transforms.autodiff import Variables, detached, follow, reaches_others, totals, unshared
 from shardfn.transforms.fitting import Batch, agreed_batch, path_text, program_ranks
 from shardfn.transforms.shortage import RandomNumbers
-from shardfn.transforms.step import Parts, Step
+from shardfn.transforms.step import Parts, Step, exact_part_differentiates
 
 OfPart = Callable[[Any, Any], tuple[Tensor, Any, Any]]
 
@@ -44,7 +44,7 @@ def part_by_part(
         described: other arguments that must be equal on all ranks, a line for each.
         name: the function's name, for messages.
     """
-    _refuse_transforms(name)
+    _refuse_transforms(name, params)
     wrapped = Variables(params)
     layout, axes = _common(wrapped, name)
     exact, ranks = layout.placement.exact, layout.grid.size(axes)
@@ -78,15 +78,21 @@ def part_by_part(
     return total, every, wrapped.gradient(gradients), count
 
 
-def _refuse_transforms(name: str) -> None:
+def _refuse_transforms(name: str, params: Any) -> None:
+    dynamo.refuse_compiling(f'accumulate({name}, micro="exact")')
+    if inside_part():
+        raise exact_part_differentiates(f"accumulate({name})")
     if dispatch.in_graph() or capturing() is not None:
         raise RuntimeError(
             f'accumulate({name}, micro="exact"): exact sums are not supported in a compiled or captured step'
         )
-    if functorch.inside_transform() or functorch.inside_forward_mode():
+    outside = torch.is_grad_enabled() and any(
+        isinstance(x, Tensor) and x.requires_grad for x in optree.tree_leaves(params)
+    )
+    if outside or functorch.inside_transform() or functorch.inside_batching_or_forward():
         raise RuntimeError(
-            f'accumulate({name}, micro="exact"): exact sums are not supported under a transform of torch.func. For '
-            f"other derivatives, shard the parameters by a strategy without with_exact"
+            f'accumulate({name}, micro="exact"): exact sums are not supported under a transform of torch.func, or '
+            f"where something outside differentiates. For that, shard the parameters by a strategy without with_exact"
         )
 
 
@@ -151,6 +157,11 @@ def _one_part(
     """The total, aux and count of one part; the step collects its gradient."""
     with in_part(part):
         value, aux, count = f(params, rows)
+        if reaches_others((value, aux), variables):
+            raise RuntimeError(
+                'accumulate(micro="exact"): the loss or aux depends on a tensor that needs a gradient and is none of '
+                "the parameters. Pass it among these, or detach it"
+            )
         step.next_part()  # of the one before, whose gradients may have been on their way until now
         with step.differentiating([value]):  # also where this rank's loss uses no parameter, as others' may
             gradients: Sequence[Tensor | None] = ()

@@ -366,7 +366,7 @@ def batch_of(tree: Any, micro: Any) -> Batch:
         TypeError, ValueError: the batch, or `micro`, is not what it should be.
     """
     if micro != "auto" and (not isinstance(micro, int) or isinstance(micro, bool)):
-        raise TypeError(f'accumulate: micro must be a number of parts or "auto", got {micro!r}')
+        raise TypeError(f'accumulate: micro must be a number of parts, "auto" or "exact", got {micro!r}')
     if micro != "auto" and micro < 1:
         raise ValueError(f"accumulate: micro must be 1 or more, got {micro}")
     paths, leaves, spec = optree.tree_flatten_with_path(tree)

@@ -122,6 +122,14 @@ class Parts:
     begun: int = 0
 
 
+def exact_part_differentiates(what: str) -> RuntimeError:
+    """The error about gradients, or a transform, inside of a part of an exact step."""
+    return RuntimeError(
+        f"{what}: a part of a batch that is added exactly takes no gradients and transforms of its own, whose sums "
+        f"depend on the mesh. Take them outside of accumulate(micro='exact')"
+    )
+
+
 class Step:
     """One evaluation of gradients with respect to `variables`; stages hand it the gradients of flat shards.
 
@@ -162,6 +170,8 @@ class Step:
         self.watched: Any = None
 
     def __enter__(self) -> Step:
+        if _steps.open and _steps.open[-1].parts is not None:
+            raise exact_part_differentiates("a gradient")
         if debugging.collectives:
             self.watched = comparisons.body()
             self.watched.__enter__()

@@ -438,6 +438,21 @@ def test_no_more_bytes_are_sent_than_by_so_many_micro_batches(world: World, stra
 # --- errors, on every rank ---
 
 
+few = sf.stage(lambda p, x: x @ p["w"], gather_format=quant.int8())
+
+
+def of_first(x: Tensor) -> Loss:
+    return lambda p, *rows: first(p, x).square().sum()
+
+
+def norm_of(tree: Any) -> Tensor:
+    return sum((x.square().sum() for x in optree.tree_leaves(tree)), torch.zeros(()))
+
+
+def penalized(p: Any, loss: Tensor) -> Tensor:
+    return loss + norm_of(torch.autograd.grad(loss, optree.tree_leaves(p), create_graph=True))
+
+
 def second_call_of_compiled(step: Any) -> Any:
     compiled = sf.compile(step)
     return lambda *args: (compiled(*args), compiled(*args))
@@ -481,6 +496,14 @@ def wrong(case: str) -> str:
     }
     more: dict[str, Callable[[], Any]] = {
         "compiled": lambda: on(4, around=second_call_of_compiled),
+        "batched": lambda: on(4, around=lambda f: lambda p, x: torch.func.vmap(lambda x: f(p, x)[0])(x[None])),
+        "differentiated": lambda: on(4, around=lambda f: lambda p, x: sf.grad(lambda p: f(p, x)[0])(p)),
+        "a gradient": lambda: on(4, lambda p, x: second(p, x).sum() + so.global_norm(sf.grad(of_first(x))(p)).detach()),
+        "a graph": lambda: on(4, lambda p, x: penalized(p, second(p, x).sum())),
+        "torch's gradient": lambda: on(4, lambda p, x: second(p, x).sum() + norm_of(torch.func.grad(of_first(x))(p))),
+        "outside": lambda: on(4, lambda p, x: second(p, x).sum() * torch.ones((), requires_grad=True)),
+        "inside": lambda: on(4, lambda p, x: sf.accumulate(of_first(x), x, micro="exact")(p)[0]),
+        "gathers": lambda: on(4, lambda p, x: few(p, x).sum()),
         "transformed": lambda: on(4, around=lambda f: lambda p, x: torch.func.grad(lambda x: f(p, x)[0])(x)),
     }
     return told((cases | more)[case])
@@ -503,6 +526,14 @@ def wrong(case: str) -> str:
         ("numbers", "reads the numbers of a shard outside of a stage"),
         ("aux", "aux must have tensors and numbers alone"),
         ("compiled", "exact sums are not supported in a compiled or captured step"),
+        ("batched", "exact sums are not supported under a transform of torch.func"),
+        ("differentiated", "or where something outside differentiates"),
+        ("a gradient", "takes no gradients and transforms of its own"),
+        ("a graph", "takes no gradients and transforms of its own"),
+        ("torch's gradient", "takes no gradients and transforms of its own"),
+        ("outside", "depends on a tensor that needs a gradient and is none of the parameters"),
+        ("inside", "takes no gradients and transforms of its own"),
+        ("gathers", "has gather_format, and parameters with with_exact"),
         ("transformed", "exact sums are not supported under a transform of torch.func"),
     ],
 )
@@ -525,8 +556,16 @@ def test_other_types_of_parts_are_refused(parts: Any) -> None:
 
 
 def test_quantized_gradients_are_refused() -> None:
-    with pytest.raises(ValueError, match="exact and reduce_format"):
+    with pytest.raises(ValueError, match="exact parts and a gather_format or reduce_format"):
         sf.Placement("data", reduce_format=quant.int8()).with_exact(4)
+    with pytest.raises(ValueError, match="exact parts and a gather_format or reduce_format"):
+        sf.Placement("data", gather_format=quant.int8()).with_exact(4)
+
+
+def test_small_parameters_have_exact_parts_too() -> None:
+    rule = sf.strategies.replicate_small(sf.full_shard("data").with_exact(4), below=50)
+    placements = [rule("w", shape) for shape in ((7,), (70,))]
+    assert [(p.exact, p.axes) for p in placements] == [(4, ()), (4, ("data",))]
 
 
 # --- a run that goes on elsewhere ---
