@@ -49,10 +49,10 @@ class Placement:
         gradients: axes over which the gradients of `value_and_grad` *and the optimizer state* are sharded: `axes`
             first, then some of `replicas`. Default: `axes`.
         hierarchical: whether to gather one axis after another, starting with the last, with the slowest links.
-        only_at: positions of axes; only ranks there hold the parameters, such as `(("pipe", 1),)`; see `at`.
+        only_at: positions of axes; only ranks there hold the parameters, such as `(("pipe", 1),)`; see `only_on`.
         gather_format: format in which floating-point parameters are sent, such as `quant.int8()`; see `stage`.
         reduce_format: format in which their gradients are sent.
-        tiers: where parameters, gradients and optimizer state are kept; see `on`.
+        tiers: where parameters, gradients and optimizer state are kept; see `with_tiers`.
         exact: the number of parts of a batch whose sums have the same bits on any mesh; 0 if not; see `with_exact`.
 
     Raises:

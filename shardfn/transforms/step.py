@@ -122,10 +122,10 @@ class Parts:
     begun: int = 0
 
 
-def exact_part_differentiates(what: str) -> RuntimeError:
+def exact_part_differentiates(subject: str) -> RuntimeError:
     """The error about gradients, or a transform, inside of a part of an exact step."""
     return RuntimeError(
-        f"{what}: a part of a batch that is added exactly takes no gradients and transforms of its own, whose sums "
+        f"{subject}: a part of a batch that is added exactly takes no gradients and transforms of its own, whose sums "
         f"depend on the mesh. Take them outside of accumulate(micro='exact')"
     )
 

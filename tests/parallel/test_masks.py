@@ -183,13 +183,13 @@ def test_whole_documents_are_computed_without_a_mask(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(parallel.attention.__globals__, "TILE", 8)
     kernels = parallel.attention.__globals__["kernels"]
     met: list[tuple[int, int, bool]] = []
-    attend = kernels.attention
+    attend = kernels.attention_with_lse
 
     def counted(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Any:
         met.append((q.shape[2], k.shape[2], causal))
         return attend(q, k, v, causal, scale)
 
-    monkeypatch.setattr(kernels, "attention", counted)
+    monkeypatch.setattr(kernels, "attention_with_lse", counted)
     monkeypatch.setattr(kernels, "masked_attention", None)
     q, k, v = (torch.randn(1, 1, 64, 4) for _ in range(3))
     parallel.attention(q, k, v, mask=parallel.Mask(documents=packed(32, 16, 16)[None]))
