@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +31,7 @@ from shardfn.transforms.fitting import Batch, agreed_batch, path_text, program_r
 from shardfn.transforms.shortage import RandomNumbers
 from shardfn.transforms.step import Parts, Step, exact_part_differentiates
 
+_log = logging.getLogger("shardfn")
 OfPart = Callable[[Any, Any], tuple[Tensor, Any, Any]]
 
 
@@ -49,6 +52,7 @@ def part_by_part(
     layout, axes = _common(wrapped, name)
     exact, ranks = layout.placement.exact, layout.grid.size(axes)
     count = exact // ranks
+    _log_once(exact, ranks)
     with paused():
         seed = 0 if planned() else int(torch.randint(2**62, (), device="cpu"))
     batch = agreed_batch(tree, count, [*described, f"numbers drawn from torch's state {seed}"], program_ranks(params))
@@ -76,6 +80,14 @@ def part_by_part(
         in_place(gradients, lambda xs: _divided_by_rows(xs, rows))
         total = (total / rows).to(total.dtype)
     return total, every, wrapped.gradient(gradients), count
+
+
+@functools.cache
+def _log_once(exact: int, ranks: int) -> None:
+    _log.info(
+        "accumulate: exact in %d parts, %d on each of %d ranks, one after another; every part sends its gradients",
+        exact, exact // ranks, ranks,
+    )  # fmt: skip
 
 
 def _refuse_transforms(name: str, params: Any) -> None:

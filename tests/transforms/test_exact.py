@@ -161,6 +161,19 @@ OPTIMIZERS: dict[str, Callable[[], so.Optimizer]] = {
 }
 
 
+def by_other_transports(strategy: str) -> str:
+    """A digest of a run whose gradients are exchanged by the backend's own all-to-all."""
+    with sf.collectives.transports(data_mesh(dist.get_world_size()), reduce_scatter="exchange"):
+        return trained("stages", "adamw", strategy, {}, PARTS, STEPS)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard", "ddp"])
+@pytest.mark.world(4, "processes")
+def test_bits_are_the_same_by_other_transports(world: World, strategy: str) -> None:
+    found = world.with_deadline(120).run(by_other_transports, strategy)
+    assert set(found) == {of_one_process("stages", "adamw")}
+
+
 def trained(program: str, optimizer: str, strategy: str, tiers: dict[str, Any], parts: int, steps: int) -> str:
     """A digest of parameters and losses after some steps."""
     os.environ.setdefault("SHARDFN_SCRATCH", tempfile.gettempdir())
