@@ -288,9 +288,9 @@ def _buffer_views(layout: Layout, dtype: torch.dtype, memory: Tensor) -> list[Te
 def inexact_sum(reduction: Reduction) -> RuntimeError:
     """The error about a gradient of parameters with exact parts that is not summed by parts."""
     return RuntimeError(
-        f"stage {reduction.layout.stage!r}: its parameters have with_exact, and their gradients come from "
-        f'accumulate(f, batch, micro="exact"), which is not compiled. To differentiate otherwise, shard the parameters '
-        f"by a strategy without with_exact"
+        f"stage {reduction.layout.stage!r}: its parameters have with_exact, and this gradient is not summed by "
+        f'exact parts. Write accumulate(f, batch, micro="exact"), outside of a compiled step, or shard the parameters by '
+        f"a strategy without with_exact"
     )
 
 

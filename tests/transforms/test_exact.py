@@ -535,7 +535,7 @@ def wrong(case: str) -> str:
         ("a size", "axis_size: axis ('replica', 'shard') means nothing in an exact part"),
         ("half a position", "fold_in: axis 'shard' means nothing in an exact part"),
         ("usual sums", "must be flat shards of a strategy with exact parts"),
-        ("usual micro-batches", 'come from accumulate(f, batch, micro="exact")'),
+        ("usual micro-batches", 'Write accumulate(f, batch, micro="exact")'),
         ("numbers", "reads the numbers of a shard outside of a stage"),
         ("aux", "aux must have tensors and numbers alone"),
         ("compiled", "exact sums are not supported in a compiled or captured step"),
