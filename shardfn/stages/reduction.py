@@ -289,8 +289,8 @@ def inexact_sum(reduction: Reduction) -> RuntimeError:
     """The error about a gradient of parameters with exact parts that is not summed by parts."""
     return RuntimeError(
         f"stage {reduction.layout.stage!r}: its parameters have with_exact, and this gradient is not summed by "
-        f'exact parts. Write accumulate(f, batch, micro="exact"), outside of a compiled step, or shard the parameters by '
-        f"a strategy without with_exact"
+        f'exact parts. Write accumulate(f, batch, micro="exact"), outside of a compiled step, or shard the parameters '
+        f"by a strategy without with_exact"
     )
 
 
