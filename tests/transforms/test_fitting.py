@@ -320,10 +320,14 @@ X = torch.ones(4, 2)
 WRONG: dict[str, tuple[Any, Any, str]] = {
     "no parts": (X, 0, "ValueError: accumulate: micro must be 1 or more, got 0"),
     "fewer than none": (X, -1, "ValueError: accumulate: micro must be 1 or more, got -1"),
-    "a fraction": (X, 2.0, 'TypeError: accumulate: micro must be a number of parts or "auto", got 2.0'),
-    "a truth": (X, True, 'TypeError: accumulate: micro must be a number of parts or "auto", got True'),
-    "another word": (X, "all", "TypeError: accumulate: micro must be a number of parts"),
-    "a tensor of parts": (X, torch.tensor(2), "TypeError: accumulate: micro must be a number of parts"),
+    "a fraction": (X, 2.0, 'TypeError: accumulate: micro must be a number of parts, "auto" or "exact", got 2.0'),
+    "a truth": (X, True, 'TypeError: accumulate: micro must be a number of parts, "auto" or "exact", got True'),
+    "another word": (X, "all", 'TypeError: accumulate: micro must be a number of parts, "auto" or "exact"'),
+    "a tensor of parts": (
+        X,
+        torch.tensor(2),
+        'TypeError: accumulate: micro must be a number of parts, "auto" or "exact"',
+    ),
     "no tensors": (
         {},
         "auto",
