@@ -100,13 +100,14 @@ def test_rows_and_losses_after_any_step_are_those_of_the_run_that_never_stopped(
 # --- kills at any moment; `python -m tests.killed_runs` does more of them ---
 
 
-@pytest.mark.parametrize("sizes", [[1], [2], [4], [1, 2, 4]], ids=str)
-def test_killed_runs_go_on_as_if_nothing_had_happened(sizes: list[int], tmp_path: Path) -> None:
-    noise = 0.2 if len(sizes) == 1 else 0.0
-    begun = kill(3, sizes, seed=len(sizes) + sizes[0], folder=tmp_path, steps=10, noise=noise)
+@pytest.mark.parametrize(("sizes", "parts"), [([1], 0), ([2], 0), ([4], 0), ([1, 2, 4], 0), ([4, 2, 1], 8)], ids=str)
+def test_killed_runs_go_on_as_if_nothing_had_happened(sizes: list[int], parts: int, tmp_path: Path) -> None:
+    same_bits = len(sizes) == 1 or parts > 0
+    noise = 0.2 if same_bits else 0.0
+    begun = kill(3, sizes, seed=len(sizes) + sizes[0], folder=tmp_path, steps=10, noise=noise, parts=parts)
     assert len(begun) == 4
-    far, same = difference(tmp_path, sizes[0], noise)
-    if len(sizes) == 1:
+    far, same = difference(tmp_path, 1 if parts else sizes[0], noise, parts)
+    if same_bits:
         assert (far, same) == (0, True)
     else:
         assert far < 1e-12

@@ -25,12 +25,12 @@ def mesh_here() -> Any:
     return sf.make_mesh(device="cpu", shard=size)
 
 
-def begin(mesh: Any, width: int = WIDTH) -> dict[str, Any]:
-    """The state before the first step."""
+def begin(mesh: Any, width: int = WIDTH, parts: int = 0) -> dict[str, Any]:
+    """The state before the first step; with exact parts, if so many are given."""
     g = torch.Generator().manual_seed(0)
     blocks = [{"w": torch.randn(width, width, generator=g, dtype=torch.float64) / 2,
                "b": torch.zeros(width, dtype=torch.float64)} for _ in range(DEPTH)]  # fmt: skip
-    params = sf.shard({"blocks": blocks}, mesh, sf.full_shard("shard"))
+    params = sf.shard({"blocks": blocks}, mesh, sf.full_shard("shard").with_exact(parts))
     return {"params": params, "moments": OPTIMIZER.init(params), "seen": 0}
 
 
@@ -57,16 +57,23 @@ def step_of(mesh: Any, noise: float = 0.0, stage: Callable[..., Any] = block) ->
     """A step: the mean square of the outputs, and AdamW."""
     layer = sf.stage(stage)
 
+    def total(params: Any, rows: Tensor) -> Tensor:
+        x = rows
+        for p in sf.layers(params["blocks"]):
+            x = layer(p, x)
+        kept = x if noise == 0 else x * (torch.rand(x.shape, dtype=x.dtype) > noise)
+        return (kept - 0.5).square().sum()
+
+    def by_parts(params: Any, rows: Tensor) -> Any:
+        return sf.accumulate(lambda p, x: (total(p, x), len(x)), rows, micro="exact")(params)
+
+    def by_ranks(params: Any, rows: Tensor) -> Any:
+        return sf.value_and_grad(lambda p: sf.psum(total(p, rows), "shard") / ROWS)(params)
+
     @sf.shard_map(mesh=mesh, in_specs=(..., ..., P("shard")), out_specs=...)
     def trained(params: Any, moments: Any, rows: Tensor) -> Any:
-        def loss(params: Any) -> Tensor:
-            x = rows
-            for p in sf.layers(params["blocks"]):
-                x = layer(p, x)
-            kept = x if noise == 0 else x * (torch.rand(x.shape, dtype=x.dtype) > noise)
-            return sf.psum((kept - 0.5).square().sum(), "shard") / ROWS
-
-        value, grads = sf.value_and_grad(loss)(params)
+        exact = params["blocks"][0].layout.placement.exact
+        value, grads = (by_parts if exact else by_ranks)(params, rows)
         return *OPTIMIZER.step(params, grads, moments), value
 
     def step(state: Any, rows: Tensor) -> Any:
