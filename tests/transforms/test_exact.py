@@ -414,6 +414,31 @@ def as_usual(strategy: str) -> list[float]:
     return [float((x - y).abs().max() / x.abs().max()) for x, y in zip(*results, strict=True)]
 
 
+def addresses_of_parts() -> list[tuple[int, int, int, bool]]:
+    """Of each part's rows: address modulo 64, offset, bytes of storage beyond them, and whether they are contiguous."""
+    found = []
+
+    def loss(p: Any, x: Tensor) -> tuple[Tensor, int]:
+        beyond = x.untyped_storage().nbytes() - x.numel() * x.itemsize
+        found.append((x.data_ptr() % 64, x.storage_offset(), beyond, x.is_contiguous()))
+        return sf.stage(lambda p, x: x @ p["w"])(p, x).square().sum(), len(x)
+
+    mesh = data_mesh(dist.get_world_size())
+    params = sf.shard({"w": drawn(3, 3, seed=0)}, mesh, STRATEGIES["full_shard"].with_exact(PARTS))
+    batch = torch.arange(3.0 * ROWS).reshape(3, ROWS).T.chunk(dist.get_world_size())[mesh.get_rank()]
+    step = sf.shard_map(
+        lambda p, x: sf.accumulate(loss, x, micro="exact")(p), mesh=mesh, in_specs=(..., P(DATA)), out_specs=...
+    )
+    step(params, batch)
+    return found
+
+
+@pytest.mark.world(2, "processes")
+def test_the_rows_of_a_part_are_aligned_in_memory_of_their_own(world: World) -> None:
+    """Kernels round differently at another alignment, or by what lies beside the rows; not all of them, everywhere."""
+    assert world.run(addresses_of_parts) == [[(0, 0, 0, True)] * (PARTS // 2)] * 2
+
+
 @pytest.mark.world(4, "processes")
 def test_the_result_is_the_loss_and_its_gradient(world: World) -> None:
     for found in world.run(as_usual, "hybrid_shard"):
