@@ -11,6 +11,7 @@ from shardfn.optim.lamb import lamb
 from shardfn.optim.muon import muon
 from shardfn.optim.norms import Norms, clip_by_global_norm, clip_by_value, global_norm, norms, vdot
 from shardfn.optim.optimizer import Optimizer, Transform, chain, map_trained, shard_state
+from shardfn.optim.param_groups import param_groups_from_rules, rules_from_param_groups
 from shardfn.optim.precision import dynamic_loss_scale, fp32_master_weights, stochastic_rounding
 from shardfn.optim.shampoo import kl_shampoo, shampoo, soap
 from shardfn.optim.torch import from_torch
@@ -47,6 +48,8 @@ __all__ = [
     "multi_steps",
     "muon",
     "norms",
+    "param_groups_from_rules",
+    "rules_from_param_groups",
     "sgd",
     "shampoo",
     "shard_state",

@@ -230,7 +230,7 @@ OPTIMIZERS = {
         }.items()
     },
 }
-_GROUPS = "groups of parameters: rules, such as lr=lambda path, shape: ..., or so.masked for another optimizer"
+_GROUPS = "groups of parameters: pass **so.rules_from_param_groups(module, groups) to the optimizer in place of numbers"
 
 
 def optimizer(draft: TranslationBuilder, key: str, call: SourceCall) -> None:
@@ -240,7 +240,7 @@ def optimizer(draft: TranslationBuilder, key: str, call: SourceCall) -> None:
         draft.row(key, call, "missing", "the program has one optimizer, the first")
         return
     if isinstance(call.arguments.get("params"), (list, tuple, Mapping)):
-        draft.row(f"{key}.params", call.arguments["params"], "missing", _GROUPS)
+        draft.row(f"{key}.params", call.arguments["params"], "open", _GROUPS)
     kind = OPTIMIZERS[call.name]
     draft.row(key, call, "becomes", kind.text)
     draft.say("optimizer", kind.ours, key)

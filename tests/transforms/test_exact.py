@@ -420,7 +420,7 @@ def addresses_of_parts() -> list[tuple[int, int, int, bool]]:
 
     def loss(p: Any, x: Tensor) -> tuple[Tensor, int]:
         beyond = x.untyped_storage().nbytes() - x.numel() * x.itemsize
-        found.append((x.data_ptr() % 64, x.storage_offset(), beyond, x.is_contiguous()))
+        found.append((x.data_ptr() % 64, int(x.storage_offset()), beyond, x.is_contiguous()))
         return sf.stage(lambda p, x: x @ p["w"])(p, x).square().sum(), len(x)
 
     mesh = data_mesh(dist.get_world_size())
