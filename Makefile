@@ -54,8 +54,9 @@ test: checks unit smoke ## everything that must pass before a change lands
 checks: $(VENV)/.dev ## all but the tests and the short run, two at a time
 	$(MAKE) --no-print-directory -j 2 SIDE_BY_SIDE=1 lint format types goals docs wheel
 
-lint: $(VENV)/.dev ## check the code's style
+lint: $(VENV)/.dev ## check the code's style, and the spelling, which is American
 	$(BIN)/ruff check
+	$(BIN)/codespell shardfn tests docs examples benchmarks tools $(wildcard *.md)
 
 format: $(VENV)/.dev ## check the code's layout
 	$(BIN)/ruff format --check

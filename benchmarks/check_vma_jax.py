@@ -437,14 +437,14 @@ def pvary_outside_the_differentiated_function() -> Results:
     return evaluated(step, weights("w"), X, Y)
 
 
-def standardised(p: Tree, x: Any, y: Any, total: Callable[[Any], Any]) -> Any:
+def standardized(p: Tree, x: Any, y: Any, total: Callable[[Any], Any]) -> Any:
     h = x @ p["w"]
     return total(squares(h - total(h.sum(0)) / ROWS, y)) / COUNT
 
 
-@wrong(trained(lambda p: standardised(p, X, Y, lambda s: s), "w"))
+@wrong(trained(lambda p: standardized(p, X, Y, lambda s: s), "w"))
 def mean_of_the_batch_meets_its_rows() -> Results:
-    return graded(lambda p, x, y: standardised(p, x, y, lambda s: lax.psum(s, "data")), weights("w"), X, Y)
+    return graded(lambda p, x, y: standardized(p, x, y, lambda s: lax.psum(s, "data")), weights("w"), X, Y)
 
 
 def shared(p: Tree, x: Any, y: Any, total: Callable[[Any], Any]) -> Any:
@@ -824,13 +824,13 @@ def grad_accumulation_local_scale() -> Results:
 # --- statistics of a batch ---
 
 
-def normalised(x: Any) -> Any:
+def normalized(x: Any) -> Any:
     return (x - x.mean(0)) / jnp.sqrt(x.var(0) + 1e-5)
 
 
-@wrong(trained(lambda p: squares(normalised(X) @ p["w"], Y) / COUNT, "w"))
+@wrong(trained(lambda p: squares(normalized(X) @ p["w"], Y) / COUNT, "w"))
 def batch_norm_local_statistics() -> Results:
-    return graded(lambda p, x, y: summed(squares(normalised(x) @ p["w"], y)), weights("w"), X, Y)
+    return graded(lambda p, x, y: summed(squares(normalized(x) @ p["w"], y)), weights("w"), X, Y)
 
 
 @wrong(valued(lambda p: 0.9 * p["norm"] + 0.1 * X.mean(0), "norm"))

@@ -263,7 +263,7 @@ def waited(step: Callable[[], Any], simulation: Device | None) -> list[str]:
     if simulation:
         simulation.reset_counts()
         step()
-        return [f"{one.kind} at {one.where}" for one in simulation.synchronisations]
+        return [f"{one.kind} at {one.where}" for one in simulation.synchronizations]
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -72,7 +72,7 @@ def counts(device: Device, step: Callable[[], Any]) -> Counts:
     step()
     device.reset_counts()
     step()
-    return Counts(device.operations.total(), sum(one.times for one in device.synchronisations))
+    return Counts(device.operations.total(), sum(one.times for one in device.synchronizations))
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

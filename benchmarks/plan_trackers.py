@@ -114,7 +114,7 @@ def tracked(config: Config, ranks: int, way: str) -> Found:
 
 
 def refused(*args: Any) -> Any:
-    raise NotImplementedError("fake tensors have no numbers to normalise")
+    raise NotImplementedError("fake tensors have no numbers to normalize")
 
 
 def drawn(makers: Any, seed: int) -> Any:

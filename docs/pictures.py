@@ -64,7 +64,7 @@ from shardfn.transforms.checking import CheckedCall
 from shardfn.transforms.fitting import recall
 
 HERE = Path(__file__).resolve().parent
-BLUE, GREEN, ORANGE, RED, GREY = "#38618c", "#4f9d69", "#e08e45", "#c0504d", "#9aa7b5"
+BLUE, GREEN, ORANGE, RED, GRAY = "#38618c", "#4f9d69", "#e08e45", "#c0504d", "#9aa7b5"
 PALE = {"forward": "#7fa6cf", "backward": "#38618c", "gather": GREEN, "reduce": ORANGE}
 Params = Any
 
@@ -444,7 +444,7 @@ def draw_data(path: Path) -> None:
     axes.set_ylim(-5.4, 1.6)
     axes.axis("off")
     for at, (row, epoch) in enumerate(zip(rows, epochs, strict=True)):
-        color = (BLUE, GREEN, GREY)[epoch]
+        color = (BLUE, GREEN, GRAY)[epoch]
         axes.add_patch(_box(at, 0, 0.92, 0.8)).set_facecolor(color)
         axes.text(at + 0.46, 0.4, str(row), ha="center", va="center", color="white", fontsize=10)
     for step in range(order.steps or 0):
@@ -586,13 +586,13 @@ def _values(axes: Any, found: list[tuple[str, bool, bool]], title: str) -> None:
         for n, (name, varies) in enumerate(boxes):
             at = n if row == 0 else len(ahead) - 1 - n
             gradient = name.startswith("gradient")
-            color = (RED if varies else GREEN) if gradient else BLUE if varies else GREY
+            color = (RED if varies else GREEN) if gradient else BLUE if varies else GRAY
             axes.add_patch(Rectangle((at - 0.42, -row - 0.27), 0.84, 0.54, facecolor=color, edgecolor="white"))
             axes.text(at, -row, name, ha="center", va="center", color="white", fontsize=9)
             axes.text(at, -row - 0.4, "varies" if varies else "the same", ha="center", va="center", fontsize=7.5)
             if n + 1 < len(boxes) and name != "x":
                 axes.text(at + (0.5 if row == 0 else -0.5), -row, "\u2192" if row == 0 else "\u2190", ha="center",
-                          va="center", color=GREY)  # fmt: skip
+                          va="center", color=GRAY)  # fmt: skip
     axes.set_xlim(-0.6, 6.6)
     axes.set_ylim(-1.55, 0.4)
 
@@ -714,7 +714,7 @@ def draw_fitting(path: Path) -> None:
     axes = figure.subplots()
     for rank, one in enumerate(found):
         for rows, a, b in one["parts"]:
-            color = {8: GREY, 4: GREY, 2: BLUE}[rows]
+            color = {8: GRAY, 4: GRAY, 2: BLUE}[rows]
             axes.barh(rank, (b - a) * ms, left=(a - began) * ms, height=0.55, color=color, edgecolor="white")
             axes.text(((a + b) / 2 - began) * ms, rank, str(rows), ha="center", va="center", color="white", fontsize=9)
         for rows, at in one["out"]:
@@ -724,7 +724,7 @@ def draw_fitting(path: Path) -> None:
     for attempt, rows in enumerate((8, 4, 2)):
         at = min(a for one in found for n, a, _ in one["parts"] if n == rows)
         parts = 2**attempt
-        axes.axvline((at - began) * ms, color=GREY, linewidth=0.8, linestyle=":")
+        axes.axvline((at - began) * ms, color=GRAY, linewidth=0.8, linestyle=":")
         text = f" {parts} part{'s' if parts > 1 else ''}"
         axes.text((at - began) * ms, -0.5, text, ha="left", va="center", fontsize=8.5)
     axes.set_yticks(range(2), ["rank 0", "rank 1"])

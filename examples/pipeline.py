@@ -9,7 +9,7 @@ soon as possible, and so holds the activations of at most p micro-batches; `gpip
 ranks than `--pipe`, the rows of each micro-batch and the parameters of every stage are sharded over `shard`.
 
 The program first draws the schedule, as if forward and backward took equally long, and then trains the model. At the
-end it prints the time, the memory, and the bytes that each rank sent to its neighbours, next to a formula. Sources:
+end it prints the time, the memory, and the bytes that each rank sent to its neighbors, next to a formula. Sources:
 Huang et al., GPipe (2018); Narayanan et al., PipeDream-2BW (2020).
 """
 
@@ -43,7 +43,7 @@ class Config(train_lm.Config):
 def picture(schedule: Schedule, size: int, count: int) -> list[str]:
     """What each rank does in each time slot, one row per rank: `F2` is forward of micro-batch 2, `B2` its backward.
 
-    A pass takes one slot, and waits until the neighbour that sends its input has finished.
+    A pass takes one slot, and waits until the neighbor that sends its input has finished.
     """
     left = [schedule_of(schedule, index, size, count) for index in range(size)]
     done: set[tuple[int, str, int]] = set()
@@ -55,7 +55,7 @@ def picture(schedule: Schedule, size: int, count: int) -> list[str]:
             source = index - 1 if kind == "forward" else index + 1
             if own and (not 0 <= source < size or (source, kind, number) in done):
                 ready.append((index, *own.pop(0)))
-        done.update(ready)  # all at once: neighbours can use them in the next slot
+        done.update(ready)  # all at once: neighbors can use them in the next slot
         now = {index: f"{kind[0].upper()}{number}" for index, kind, number in ready}
         for index, row in enumerate(rows):
             row.append(now.get(index, "."))

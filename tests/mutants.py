@@ -887,7 +887,7 @@ CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
     "run/interrupts.py": {
         "a reason to stop goes away again": (
             "return self._why",
-            "return 2 if self.signalled is not None else int("
+            "return 2 if self.signaled is not None else int("
             "self.end is not None and time.monotonic() + needs + MARGIN > self.end)",
             f"{RUN}/test_interrupts.py::test_a_reason_stays",
         )

@@ -230,7 +230,7 @@ def gather(
 
 
 def _labelled(losses: Losses | SampledLabels, params: Any, batch: tuple[Any, ...], index: int) -> tuple[Any, ...]:
-    return losses.labelled(params, batch, index) if isinstance(losses, SampledLabels) else batch
+    return losses.labeled(params, batch, index) if isinstance(losses, SampledLabels) else batch
 
 
 def _wrong(diagonal: Collection[str], parameters: dict[Key, OwnedParameter], name: str) -> Exception | None:

@@ -55,7 +55,7 @@ class SampledLabels:
 
         return losses
 
-    def labelled(self, params: Any, batch: tuple[Any, ...], number: int) -> tuple[Any, ...]:
+    def labeled(self, params: Any, batch: tuple[Any, ...], number: int) -> tuple[Any, ...]:
         """Returns the labels, followed by the batch.
 
         Raises:

@@ -60,7 +60,7 @@ def _first_batch(losses: Losses | SampledLabels, params: Any, batch: tuple[Any, 
     """Returns the first batch; for sampled labels its first row, which any mesh labels the same."""
     if not isinstance(losses, SampledLabels):
         return batch
-    return losses.labelled(params, batch_of(batch).having(lambda x: x[:1]), 0)
+    return losses.labeled(params, batch_of(batch).having(lambda x: x[:1]), 0)
 
 
 def compare_fingerprints(stored: Mapping[str, float], current: Mapping[str, float], subject: str) -> None:

@@ -25,7 +25,7 @@ def keeps_statistics(m: nn.Module) -> bool:
     return isinstance(m, nn.modules.batchnorm._NormBase)
 
 
-def synchronised(m: Any, axis: AxisName) -> Callable[..., Tensor]:
+def synchronized(m: Any, axis: AxisName) -> Callable[..., Tensor]:
     """A forward for a batch norm that uses mean and variance over all ranks along `axis`, which hold different rows.
 
     The module's own forward runs, in which `F.batch_norm` is replaced, so that a subclass keeps what it does besides.
@@ -115,13 +115,13 @@ def _normalised(
             f"no variance: the input has shape {tuple(x.shape)}"
         )
     mean = psum(x_wide.sum(dims), axis) / count
-    centred = x_wide - pvary(mean, axis).view(channel)
-    var = psum(centred.square().sum(dims), axis) / count
+    centered = x_wide - pvary(mean, axis).view(channel)
+    var = psum(centered.square().sum(dims), axis) / count
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
             running_mean.add_((mean.detach() - running_mean) * momentum)
             running_var.add_((var.detach() * count / (count - 1) - running_var) * momentum)
-    out = centred * torch.rsqrt(pvary(var, axis) + eps).view(channel)
+    out = centered * torch.rsqrt(pvary(var, axis) + eps).view(channel)
     if weight is not None:
         out = out * weight.view(channel)
     if bias is not None:

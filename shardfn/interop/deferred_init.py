@@ -133,8 +133,8 @@ def beginning(module: nn.Module, name: str, shape: tuple[int, ...], dtype: torch
     try:
         with torch.no_grad(), DrawContext(generator, f"what {name} begins with"):
             for methods in (_resets(around), _by_models(around)):
-                for initialise in methods:
-                    initialise()
+                for initialize in methods:
+                    initialize()
     except Exception as error:
         raise CheckpointError(f"{_problem(name, holder)} ({type(error).__name__}: {error}): {_INSTEAD}") from error
     values = around[0]._parameters[attribute]

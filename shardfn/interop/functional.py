@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.collectives.functional import axis_size
 from shardfn.compat import dispatch, dynamo, functorch
-from shardfn.interop.batch_norm import in_one_dtype, is_batch_norm, keeps_statistics, synchronised
+from shardfn.interop.batch_norm import in_one_dtype, is_batch_norm, keeps_statistics, synchronized
 from shardfn.interop.context_parallel import ContextParallel, Method
 from shardfn.interop.conversions import of_transformers, register_batches
 from shardfn.interop.generation import gathered_once
@@ -260,7 +260,7 @@ class Functional:
             if is_batch_norm(m) and any("gather_dtype" in own_options for own_options in options.values())
         }
         if sync_batch_norm is not None:
-            self._instead = {m: synchronised(m, sync_batch_norm) for m in module.modules() if is_batch_norm(m)}
+            self._instead = {m: synchronized(m, sync_batch_norm) for m in module.modules() if is_batch_norm(m)}
         self._plan, self._context = plan, context
         self.specs: Specs = P() if plan is None else plan.spec
         self._tensor = None if plan is None else TensorParallel(plan)

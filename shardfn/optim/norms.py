@@ -87,7 +87,7 @@ def global_norm(tree: Any, *, order: float = 2.0) -> Tensor:
         ValueError: another order, or a plain tensor that a spec of `shard_map` shards.
 
     Example:
-        ``penalised = loss + 1e-4 * global_norm(params) ** 2``
+        ``penalized = loss + 1e-4 * global_norm(params) ** 2``
     """
     leaves = _counted(units(tree))
     refuse_parts("global_norm", leaves)

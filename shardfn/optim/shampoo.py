@@ -126,7 +126,7 @@ def kl_shampoo(
     r"""KL-Shampoo, which needs no grafting; overwrites parameters and state unless `donate=False`.
 
     Shampoo with factors that estimate the covariance of gradients as a Kronecker product :math:`\bigotimes_i L_i`, by
-    minimising its Kullback-Leibler divergence. So each factor's update whitens by the others: of a matrix
+    minimizing its Kullback-Leibler divergence. So each factor's update whitens by the others: of a matrix
     :math:`L_1 \leftarrow \beta_2 L_1 + (1 - \beta_2) G L_2^{-1} G^\top / d_2` and
     :math:`L_2 \leftarrow \beta_2 L_2 + (1 - \beta_2) G^\top L_1^{-1} G / d_1`, and of a tensor with all other factors,
     divided by the product of their lengths. The direction is the mean of gradients :math:`\hat m`, each dimension of

@@ -249,7 +249,7 @@ def _refuse_coupled(name: str, make: Callable[..., torch.optim.Optimizer], optio
     matrix = _three_steps(name, make, plain, [[start.view(4, -1)]])
     for split, reason in (  # from how torch runs it to how a step here does
         ([[start]], "how many dimensions its parameter has, and a shard is flat"),
-        ([halves], "what its neighbours are, and a shard has not all of them"),
+        ([halves], "what its neighbors are, and a shard has not all of them"),
         ([[half] for half in halves], "what other elements are, and this rank has not all of them"),
     ):
         if not _same_result(matrix, _three_steps(name, make, plain, split)):

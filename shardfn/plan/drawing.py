@@ -161,7 +161,7 @@ def _rgb(color: str) -> Sequence[int]:
 
 
 def stage_colors(works: Sequence[Work]) -> dict[tuple[str, str], str]:
-    """Returns (stage, phase) -> color: a hue by stage in their order, and its forward paler; grey outside of stages."""
+    """Returns (stage, phase) -> color: a hue by stage in their order, and its forward paler; gray outside of stages."""
     stages = [stage for stage in dict.fromkeys(work.stage for work in works) if stage]
     hues = {stage: hue(i, len(stages)) for i, stage in enumerate(stages)} | {"": OTHER}
     return {

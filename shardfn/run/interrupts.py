@@ -37,7 +37,7 @@ class Interrupts:
     def __init__(self, limit: float | None, save: Path | None = None) -> None:
         self.save = save
         self.end = None if limit is None else process_start() + limit
-        self.signalled: float | None = None  # time of the first signal
+        self.signaled: float | None = None  # time of the first signal
         self.cut = False  # whether a run nested in this one was stopped early by a signal
         self._why = 0
         self._outer: Interrupts | None = None
@@ -47,12 +47,12 @@ class Interrupts:
         if threading.current_thread() is threading.main_thread():
             self._outer = _active[-1] if _active else None
             _active.append(self)
-            self.signalled = unheard.pop() if unheard else None
+            self.signaled = unheard.pop() if unheard else None
             self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is not None and self.signalled is not None and self.save is not None:
+        if kind is not None and self.signaled is not None and self.save is not None:
             _log.warning("the run fails before it could save; the same call resumes from what %s has", self.save)
         self._restore()
         if self in _active:
@@ -62,21 +62,21 @@ class Interrupts:
         """Ends the run for a reason, an index into `REASONS`; passes a signal on to the enclosing run, or the next."""
         if self._outer is not None:
             self._outer.cut |= reason == 2
-        elif reason in (0, 3) and self.signalled is not None:
-            unheard[:] = [self.signalled]
+        elif reason in (0, 3) and self.signaled is not None:
+            unheard[:] = [self.signaled]
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         time_s = time.monotonic()
-        if self._outer is not None and self._outer.signalled is None:
-            self._outer.signalled = time_s
-        if self.signalled is None:
-            self.signalled = time_s
+        if self._outer is not None and self._outer.signaled is None:
+            self._outer.signaled = time_s
+        if self.signaled is None:
+            self.signaled = time_s
             name = signal.Signals(number).name
             saves = "without saving, as it has no save=" if self.save is None else "and saves, if every rank still can"
             _log.warning(
                 "%s: the run stops after this step %s; another one, %g s from now, ends it at once", name, saves, REPEAT
             )
-        elif time_s - self.signalled > REPEAT:
+        elif time_s - self.signaled > REPEAT:
             self._restore()
             os.kill(os.getpid(), number)  # again, now with its former effect
 
@@ -92,7 +92,7 @@ class Interrupts:
         Args:
             needs: seconds that stopping takes.
         """
-        if self.signalled is not None:
+        if self.signaled is not None:
             self._why = 2
         elif self._why == 0 and self.end is not None and time.monotonic() + needs + MARGIN > self.end:
             self._why = 1
@@ -158,7 +158,7 @@ def refuse(save: Path | None) -> None:
 
 
 def reset_interrupts() -> None:
-    """Forgets that a run has ended early or was signalled, as in a program that has just begun."""
+    """Forgets that a run has ended early or was signaled, as in a program that has just begun."""
     unheard.clear()
     for world in worlds():
         world.agreed.pop(KEY, None)

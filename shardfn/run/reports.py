@@ -214,7 +214,7 @@ REFRESH = 0.25  # seconds between two updates of the progress bar
 
 
 class progress:
-    """A report that shows step, metrics, tokens per second, memory, utilisation and time left on standard error.
+    """A report that shows step, metrics, tokens per second, memory, utilization and time left on standard error.
 
     On a terminal with rich installed (the extra `cli`) it is a progress bar; otherwise it prints a line now and then.
 

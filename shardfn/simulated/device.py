@@ -13,7 +13,7 @@ with simulated(ranks=8) as device:
     step()
     device.reset_counts()
     step()
-    assert device.synchronisations == []
+    assert device.synchronizations == []
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Device:
         self.listener.resized(storage)
 
     @property
-    def synchronisations(self) -> list[Wait]:
+    def synchronizations(self) -> list[Wait]:
         """The waits of the host since `reset_counts`."""
         return [Wait(*key, count) for key, count in sorted(self._waits.items())]
 

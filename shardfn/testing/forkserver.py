@@ -167,12 +167,12 @@ def main(control: int, preload: list[str], serve: Callable[[int, int, int, int],
 def _serve(control: socket.socket) -> tuple[int, int, int, int] | None:
     """Forks ranks. Returns None in the fork server when it is done, and the rank's task in a rank."""
     children: dict[int, int] = {}
-    wake, signalled = socket.socketpair()
-    for end in (wake, signalled):
+    wake, signaled = socket.socketpair()
+    for end in (wake, signaled):
         end.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(signalled.fileno())
-    with wake, signalled:
+    signal.set_wakeup_fd(signaled.fileno())
+    with wake, signaled:
         while True:
             ready, _, _ = select.select([control, wake], [], [])
             if wake in ready:

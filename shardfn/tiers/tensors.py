@@ -267,7 +267,7 @@ _dropped: deque[FileRange] = deque()  # filled by the garbage collector, which m
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, file: File, zeros: bool = False) -> Tensor:
-    """A tensor in a file, uninitialised or of zeros.
+    """A tensor in a file, uninitialized or of zeros.
 
     Raises:
         OSError: there is no room for it.

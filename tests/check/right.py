@@ -10,7 +10,7 @@ from tests.check.programs import (
     by_hand,
     doubts,
     losses,
-    neighbours,
+    neighbors,
     runs,
     stages,
     tensor,
@@ -22,4 +22,4 @@ from tests.check.programs import (
 from tests.check.programs.setting import PROGRAMS, On, Right
 
 __all__ = ["PROGRAMS", "On", "Right"]
-FILES = (by_hand, losses, training, tensor, axes, transforms, body, values, ways, doubts, neighbours, runs, stages)
+FILES = (by_hand, losses, training, tensor, axes, transforms, body, values, ways, doubts, neighbors, runs, stages)

@@ -45,7 +45,7 @@ def met(store: str, names: tuple[str, str], options: dict[str, Any], then: str) 
         late_checks.late_checks().read(wait=True)
         device.reset_counts()
         sf.value_and_grad(loss(names[rank], layer))(params, x)
-        waited = len(device.synchronisations)
+        waited = len(device.synchronizations)
         try:
             if then == "called off":
                 late_checks.drop_checks()

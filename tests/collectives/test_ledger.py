@@ -323,7 +323,7 @@ def numbers() -> None:
         pass
     assert "op" in str(nothing)
     with pytest.raises(AttributeError):
-        log.select(colour="red")
+        log.select(color="red")
 
 
 @pytest.mark.world(2, "threads")

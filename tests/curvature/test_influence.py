@@ -539,7 +539,7 @@ def fisher_of_draws() -> list[float]:
     batches = [(t,) for t, _ in mine(mesh)]
     F = sc.ekfac(drawn, params, batches)
     assert torch.equal(before, torch.get_rng_state())
-    labels = [drawn.labelled(params, batch, i)[0] for i, batch in enumerate(batches)]
+    labels = [drawn.labeled(params, batch, i)[0] for i, batch in enumerate(batches)]
     same = sc.ekfac(losses_of(sf.stage), params, [(t, y) for (t,), y in zip(batches, labels, strict=True)])
     got, want = (leaves(sf.unshard(A @ v)) for A in (F, same))
     return [float((got[k] - want[k]).abs().max() / want[k].abs().max()) for k in want]
@@ -557,7 +557,7 @@ def test_labels_are_drawn_from_the_model() -> None:
         sc.SampledLabels(lambda p, t: net(plainly, p, t), lambda z, t: Categorical(logits=z), seed) for seed in range(n)
     ]
     wanted = torch.softmax(net(plainly, whole(), t), 1)
-    found = sum(F.one_hot(each.labelled(whole(), (t,), 0)[0], CLASSES) for each in drawn) / n
+    found = sum(F.one_hot(each.labeled(whole(), (t,), 0)[0], CLASSES) for each in drawn) / n
     assert ((found - wanted).abs() <= 4 * (wanted * (1 - wanted) / n).sqrt() + 1 / n).all()
 
 
@@ -931,7 +931,7 @@ def along_one_axis() -> list[float]:
     assert found.rows == 2 * ROWS
     drawn = sc.SampledLabels(lambda p, t: net(sf.stage, p, t), lambda z, t: Categorical(logits=z))
     labels = sf.shard_map(lambda x: sf.all_gather(x, "other"), mesh=mesh, in_specs=..., out_specs=...)(
-        drawn.labelled(params, (batches[0][0],), 0)[0]
+        drawn.labeled(params, (batches[0][0],), 0)[0]
     )
     assert torch.equal(*labels.chunk(2))
     return [off(found.solve(v, DAMPING), times(dense(), inverted))]

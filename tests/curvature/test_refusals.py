@@ -41,7 +41,7 @@ def any_of(x: Any) -> Any:
 
 # --- numbers that ranks must be given alike ---
 
-LOCAL = {"epsilon", "noise_multiplier_for", "Spectrum.density", "SampledLabels.labelled"}  # no other rank takes part
+LOCAL = {"epsilon", "noise_multiplier_for", "Spectrum.density", "SampledLabels.labeled"}  # no other rank takes part
 SECRET = 987654321
 
 

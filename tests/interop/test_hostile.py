@@ -234,7 +234,7 @@ def several() -> dict[str, float]:
     found["its gradient, cached"] = off({k: named[k] for k in want}, want)
 
     for train in (True, False):
-        model, alone = functional(seeded(normalised).train(train), min_stage_params=0), seeded(normalised).train(train)
+        model, alone = functional(seeded(normalized).train(train), min_stage_params=0), seeded(normalized).train(train)
         params = sf.shard(model.tree, mesh, strategy)
         want = of_module(alone, squares)[1]
 
@@ -261,7 +261,7 @@ def several() -> dict[str, float]:
     return found
 
 
-def normalised() -> nn.Module:
+def normalized() -> nn.Module:
     return Stack(nn.Sequential(linear(), nn.BatchNorm1d(WIDTH)))
 
 
@@ -284,7 +284,7 @@ def test_shared_recursive_and_counting_layers_are_what_they_are(world: World) ->
 
 
 class Siamese(nn.Module):
-    """Calls each layer twice, which count what they normalise; one norm belongs to two layers and to their parent."""
+    """Calls each layer twice, which count what they normalize; one norm belongs to two layers and to their parent."""
 
     def __init__(self) -> None:
         super().__init__()

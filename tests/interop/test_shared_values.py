@@ -138,7 +138,7 @@ class Writes(Reads):
                 weight.detach().mul_(2.0)
             elif self.way == "assigned":
                 weight.data = weight * 2.0
-            elif self.way == "initialised":
+            elif self.way == "initialized":
                 nn.init.zeros_(weight)
         if self.way == "hook":
             weight.register_hook(lambda g: g * 2.0)
@@ -249,7 +249,7 @@ class Returns(nn.Module):
         return x, {"tied": self.layers[2].weight, "others": [self.layers[1].bias, None, "text"]}
 
 
-def penalised(result: Any) -> Tensor:
+def penalized(result: Any) -> Tensor:
     y, returned = result
     bias, *others = returned["others"]
     assert others == [None, "text"]
@@ -261,8 +261,8 @@ def returning(remat: bool) -> float:
     module, model = seeded(Returns), functional(seeded(Returns), min_stage_params=1, remat=remat)
     params = model.shard(mesh, sf.full_shard("shard"))
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    grads = mapped(sf.grad(lambda p: sf.pmean(penalised(model(p, x)), "shard")), mesh)(params)
-    penalised(module(x)).backward()
+    grads = mapped(sf.grad(lambda p: sf.pmean(penalized(model(p, x)), "shard")), mesh)(params)
+    penalized(module(x)).backward()
     wanted = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
     got = model.state_dict(grads)
     return off({name: got[name] for name in wanted}, wanted)
@@ -274,7 +274,7 @@ def test_a_module_may_return_parameters_of_its_layers(world: World, remat: bool)
     assert worst(world.run(returning, remat)) < 1e-12
 
 
-WAYS = ("data", "detached", "assigned", "initialised", "hook")
+WAYS = ("data", "detached", "assigned", "initialized", "hook")
 
 
 def refusals() -> dict[str, str]:
@@ -296,7 +296,7 @@ def refusals() -> dict[str, str]:
 @pytest.mark.world(2, "processes")
 def test_what_would_be_lost_of_values_of_other_layers_is_an_error(world: World) -> None:
     for found in world.run(refusals):
-        for way in ("data", "detached", "initialised"):
+        for way in ("data", "detached", "initialized"):
             assert "the module writes into its parameter weight, which would be lost" in found.pop(way), way
         for way in ("assigned", "hook"):
             assert "layers.0.weight is read outside of stage 'layers.0'" in found.pop(way), way

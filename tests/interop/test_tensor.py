@@ -240,7 +240,7 @@ def test_a_rank_holds_its_part_and_each_layer_has_two_sums_each_way(world: World
         assert found["gpt2"][1]["all_to_all"] == 3 * 2 * 2, found  # the fused matrix and its bias
 
 
-def behaviours() -> dict[str, Any]:
+def behaviors() -> dict[str, Any]:
     """Cases that need one mesh and no more, by name."""
     mesh = meshed(2)
     batch = zoo.text()
@@ -334,7 +334,7 @@ MESSAGES: dict[str, tuple[str, ...]] = {
 
 @pytest.mark.world(2, "processes")
 def test_what_cannot_be_cut_is_refused_on_every_rank(world: World) -> None:
-    for found in world.run(behaviours):
+    for found in world.run(behaviors):
         assert {k: found[k] for k, parts in MESSAGES.items() if not all(part in found[k] for part in parts)} == {}
         assert found["same seeds"] > 0
         assert worst([found["sharded"], found["loaded"]]) < 1e-14

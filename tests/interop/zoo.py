@@ -69,7 +69,7 @@ def next_tokens(out: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     return (each * counted.flatten()).sum(), counted.sum()
 
 
-def labelled(out: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+def labeled(out: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     logits, wanted = out.logits, batch["labels"]
     if logits.ndim > wanted.ndim + 1:
         raise ValueError("logits and labels do not fit")
@@ -262,8 +262,8 @@ ZOO: dict[str, Case] = {
     "bert": Case(bert, text, embedded, samples=False),
     "bert_mlm": Case(lambda: bert("ForMaskedLM"), text, next_tokens, samples=False),
     "albert": Case(albert, text, embedded, samples=False),
-    "t5": Case(t5, _translated, labelled, samples=False),
-    "vit": Case(vit, _seen, labelled),
+    "t5": Case(t5, _translated, labeled, samples=False),
+    "vit": Case(vit, _seen, labeled),
     "mixtral": Case(mixtral, text, next_tokens, samples=False),
     "clip": Case(clip, _both, squared),
     "joint": Case(Joint, _x(8), squared, {"unstaged": r"head\..*"}),

@@ -249,7 +249,7 @@ def test_one_rank_says_that_merged_parameters_have_all_bits(world: World) -> Non
     assert second == []
 
 
-def behaviour() -> dict[str, Any]:
+def behavior() -> dict[str, Any]:
     """Compiled, generating, dropping out and computed again; and what travels."""
     mesh, found = mesh_of(replica=1, shard=-1), dict[str, Any]()
     plain = Case("linear", few_bits=True)
@@ -306,7 +306,7 @@ def behaviour() -> dict[str, Any]:
 
 @pytest.mark.world(2, "processes")
 def test_adapted_models_compile_generate_and_drop_out(world: World) -> None:
-    for found in world.run(behaviour):
+    for found in world.run(behavior):
         assert found.pop("gathered") == {"torch.uint8", "torch.float64"}  # norms, and what is short, are as they were
         assert all(found.pop(name) for name in ("reduced", "generated", "dropout"))
         assert worst(found.values()) < 1e-11, found

@@ -97,7 +97,7 @@ def piped() -> tuple[float, Counter[tuple[str, bool]]]:
     return float(run(w)), times()
 
 
-def test_the_neighbours_of_a_pipeline_are_connected(late: World) -> None:
+def test_the_neighbors_of_a_pipeline_are_connected(late: World) -> None:
     for value, connected in late.run(piped):
         assert value == 2.0**4 * 6 * sum(range(5))
         assert sorted(n for (_, pairs), n in connected.items() if pairs) == [1, 1], "one group for each direction"

@@ -293,7 +293,7 @@ def test_rounding_at_random_is_right_in_the_mean_and_the_same_again() -> None:
         assert all(map(torch.equal, bits, more))
         assert not torch.equal(bits[0], bits[1])
         found = rounding.rounded(x, torch.bfloat16, bits[step % 2])
-        gap = torch.exp2(torch.frexp(x).exponent - 8.0)  # between neighbours in bfloat16
+        gap = torch.exp2(torch.frexp(x).exponent - 8.0)  # between neighbors in bfloat16
         assert ((found.float() - x).abs() <= gap).all()
         sums += found.double()
         part = list(rounding.random_bits(unit, 1234, 5678, 2, (7, step, "x")))

@@ -99,7 +99,7 @@ def test_a_step_is_the_rule_up_to_half_the_units_that_are_allowed(
 
 
 def beside_torch(n: int, dtype: torch.dtype) -> list[str]:
-    """What differs from the twin by more than is allowed, and state whose codes are not neighbours."""
+    """What differs from the twin by more than is allowed, and state whose codes are not neighbors."""
     found = []
     for seed in range(6):
         row, part = columns(n, 10 + seed, dtype)

@@ -572,7 +572,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a count of the optimizer's": (lambda: own(counting_itself), "Own remembers something outside of its `state`"),
     "an optimizer of matrices": (lambda: so.from_torch(torch.optim.Muon, lr=0.1), "Muon takes no vectors"),
     "a norm of all gradients": (lambda: own(clipping_all), "Own moves an element by what other elements are"),
-    "a norm that is limited late": (lambda: own(clipping_each), "Own moves an element by what its neighbours are"),
+    "a norm that is limited late": (lambda: own(clipping_each), "Own moves an element by what its neighbors are"),
     "a decay of matrices alone": (lambda: own(decaying_matrices), "Own moves an element by how many dimensions"),
     "a tensor that is not a rate": (
         lambda: so.muon(0.1, momentum=torch.ones(())),  # type: ignore[arg-type]

@@ -255,7 +255,7 @@ def heard_on_a_device() -> dict[str, Any]:
             call(w, 3)
             device.reset_counts()
             out = call(w, 4)
-            waits = device.synchronisations
+            waits = device.synchronizations
             torch.get_device_module(device.name).synchronize()
             try:
                 call(w, 3)

@@ -153,7 +153,7 @@ def test_only_the_first_layer_is_gathered_at_the_end_of_backward() -> None:
 
 
 def gated(x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
-    """A normalised and gated input, and its gradients."""
+    """A normalized and gated input, and its gradients."""
     x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
     y = F.silu(F.rms_norm(x, (16,), weight, 1e-5))
     y.square().sum().backward()

@@ -247,7 +247,7 @@ def on_the_device(prefetch: int) -> Any:
         device.reset_counts()
         kinds = [(x.device.type, tuple(x.shape), x.dtype) for _ in range(5) for x in next(iterator).values()]
         iterator.close()
-        return set(kinds), device.synchronisations, device.races, threads()
+        return set(kinds), device.synchronizations, device.races, threads()
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])

@@ -32,7 +32,7 @@ def begun() -> None:
     reset_interrupts()
 
 
-def signalled(folder: Path, ranks: list[int], number: int, at: int, end: int) -> tuple[Any, Any, bool]:
+def signaled(folder: Path, ranks: list[int], number: int, at: int, end: int) -> tuple[Any, Any, bool]:
     """Ranks get a signal, each at another moment near a step; then the run goes on to its end."""
     mesh, rank = mesh_here(), dist.get_rank()
     before = [signal.getsignal(one) for one in interrupts.SIGNALS]
@@ -53,7 +53,7 @@ def signalled(folder: Path, ranks: list[int], number: int, at: int, end: int) ->
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_all_ranks_stop_after_one_step_when_one_gets_a_signal(world: World, number: int, tmp_path: Path) -> None:
     for k, ranks in enumerate([[0], [world.size - 1], list(range(world.size))]):
-        found = world.run(signalled, tmp_path / str(k), ranks, int(number), 5 * k + 1, 3)
+        found = world.run(signaled, tmp_path / str(k), ranks, int(number), 5 * k + 1, 3)
         stopped = {run.step for run, _, _ in found}
         assert len(stopped) == 1
         assert {run.ended for run, _, _ in found} == {"preempted"}
@@ -187,7 +187,7 @@ def test_a_reason_stays() -> None:
     age = time.monotonic() - process_start()
     one = interrupts.Interrupts(age + 1000)
     assert [one.reason(needs) for needs in (1.0, 2000.0, 1.0)] == [0, 1, 1]
-    one.signalled = time.monotonic()
+    one.signaled = time.monotonic()
     assert one.reason(1.0) == 2
 
 

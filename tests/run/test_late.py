@@ -33,7 +33,7 @@ def waits() -> list[Any]:
                 if n == 6:
                     device.reset_counts()
                 if n == 11:
-                    steady.extend(device.synchronisations)
+                    steady.extend(device.synchronizations)
                 yield torch.ones(4, 16, device=device.name)
 
         steady: list[Any] = []
@@ -43,7 +43,7 @@ def waits() -> list[Any]:
             if n == 3:
                 device.reset_counts()
             state, _ = step(state, rows)
-        bare = [(one.kind, one.times) for one in device.synchronisations]
+        bare = [(one.kind, one.times) for one in device.synchronizations]
         batches.axes = ("shard",)  # type: ignore[attr-defined]
         _, run = sf.run.loop(step, state, batches, steps=12, report=[])
         return [bare, steady, len(run.metrics["loss"])]

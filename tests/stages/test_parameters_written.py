@@ -68,7 +68,7 @@ def named(p: Any, x: Tensor) -> Tensor:
     return layer(p, x)
 
 
-HONOURED: dict[str, tuple[Any, Any]] = {  # the function, and what it computes
+HONORED: dict[str, tuple[Any, Any]] = {  # the function, and what it computes
     "wider": (assigned(Tensor.double), lambda p, x: layer({k: v.double() for k, v in p.items()}, x)),
     "the same": (assigned(torch.clone), layer),
     "other strides": (assigned(lambda x: x.T.contiguous().T if x.ndim == 2 else x), layer),
@@ -78,12 +78,12 @@ HONOURED: dict[str, tuple[Any, Any]] = {  # the function, and what it computes
 }
 
 
-def honoured(name: str, strategy: str, options: dict[str, Any]) -> list[float]:
+def honored(name: str, strategy: str, options: dict[str, Any]) -> list[float]:
     """How far it is off in three steps, and after each how far another stage of these parameters is."""
     mesh = sf.make_mesh(shard=-1, device="cpu")
     dtype = torch.float32 if name == "wider" else torch.float64
     ps = sf.shard(whole(dtype), mesh, STRATEGIES[strategy])
-    function, meant = HONOURED[name]
+    function, meant = HONORED[name]
 
     def off(f: Any, like: Any) -> float:
         got = sf.grad(lambda ps: loss(f, ps, rows(mesh.get_rank())))(ps)
@@ -101,12 +101,12 @@ def honoured(name: str, strategy: str, options: dict[str, Any]) -> list[float]:
 @on_threads
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", HONOURED)
+@pytest.mark.parametrize("name", HONORED)
 def test_the_same_numbers_in_another_form_last_for_that_call(
     world: World, name: str, strategy: str, options: dict[str, Any]
 ) -> None:
     rounding = {"wider": 1e-5}.get(name, 1e-12)  # of float32, in which these parameters are
-    for found in world.run(honoured, name, strategy, options):
+    for found in world.run(honored, name, strategy, options):
         assert worst(found) < rounding
 
 

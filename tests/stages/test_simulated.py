@@ -372,7 +372,7 @@ def observed(names: list[str], backend: str) -> dict[str, Any]:
                 for _ in range(2):
                     device.reset_counts()
                     step()
-                found[name] = device.synchronisations, device.races, None
+                found[name] = device.synchronizations, device.races, None
             except Exception:
                 found[name] = [], [], traceback.format_exc()
     return found
@@ -442,7 +442,7 @@ def counted_kinds() -> list[Any]:
             x = torch.ones(4, device=device.name)
             device.reset_counts()
             f(x)
-            found.append(device.synchronisations)
+            found.append(device.synchronizations)
     return found
 
 
@@ -452,7 +452,7 @@ def test_what_the_host_waits_for_is_told_with_its_line() -> None:
         assert all(one.where.startswith("test_simulated.py:") for one in found), (name, found)
 
 
-def behaviour() -> dict[str, Any]:
+def behavior() -> dict[str, Any]:
     found: dict[str, Any] = {}
     with simulated(2, 1) as device:
         found["rank"] = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -481,7 +481,7 @@ def behaviour() -> dict[str, Any]:
 
 
 def test_a_pretended_device_behaves_like_one() -> None:
-    assert world(1, "alone").run(behaviour)[0] == {
+    assert world(1, "alone").run(behavior)[0] == {
         "rank": (1, 2),
         "another thread": True,
         "races": ["aten::add.Tensor"],

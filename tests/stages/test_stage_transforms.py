@@ -198,13 +198,13 @@ def double_backward(s: Setting) -> Any:
 def gradient_penalty(s: Setting) -> Any:
     """A loss of a derivative with respect to the input, as plain code writes it."""
 
-    def penalised(net: Any, ps: Any, x: Tensor) -> Tensor:
+    def penalized(net: Any, ps: Any, x: Tensor) -> Tensor:
         gx = grad(lambda x: net(ps, x).square().sum())(x)
         return gx.square().sum() + net(ps, x).sum()
 
-    got = grad(lambda ps: penalised(s.net, ps, s.x))(s.flat)
-    also = sf.grad(lambda ps: penalised(s.net, ps, s.x))(s.flat)
-    want = grad(lambda ps: penalised(s.plain_net, ps, s.rows))(s.plain)
+    got = grad(lambda ps: penalized(s.net, ps, s.x))(s.flat)
+    also = sf.grad(lambda ps: penalized(s.net, ps, s.x))(s.flat)
+    want = grad(lambda ps: penalized(s.plain_net, ps, s.rows))(s.plain)
     yield whole(got), want
     yield whole(also), want
 

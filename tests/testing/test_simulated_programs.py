@@ -107,7 +107,7 @@ def reads() -> tuple[list[str], list[tuple[str, int]]]:
         loss = nn.Parameter(torch.ones(3)).sum()
         texts = [f"{loss:.3f}", f"{loss}", f"{torch.ones((), dtype=torch.int64):>3}"]
         texts += [str(torch.allclose(loss, loss)), str(torch.equal(loss, loss))]
-        return texts, [(wait.kind, wait.times) for wait in device.synchronisations]
+        return texts, [(wait.kind, wait.times) for wait in device.synchronizations]
 
 
 def test_what_is_formatted_or_compared_is_read() -> None:

@@ -37,7 +37,7 @@ def steps(kinds: tuple[str, ...], name: str) -> tuple[dict[str, set[str]], set[t
     """On which devices parameters, gradients and state are after three steps; what the host waited for in the last."""
     with simulated(ranks=8) as device:
         where = kept(device, kinds, OPTIMIZERS[name]())
-        return where, {(wait.kind, wait.where.split("/")[-1].split(":")[0]) for wait in device.synchronisations}
+        return where, {(wait.kind, wait.where.split("/")[-1].split(":")[0]) for wait in device.synchronizations}
 
 
 def kept(device: Any, kinds: tuple[str, ...], optimizer: so.Optimizer) -> dict[str, set[str]]:

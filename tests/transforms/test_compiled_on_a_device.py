@@ -51,7 +51,7 @@ def on_the_device(store: str, name: str) -> Any:
         def around(i: int) -> Iterator[None]:
             device.reset_counts()
             yield
-            noted.append((device.races, device.synchronisations))
+            noted.append((device.races, device.synchronizations))
 
         return in_turn(name, around), noted
 

@@ -613,7 +613,7 @@ def counted_collectives(graph: bool) -> Any:
             with sf.collectives.ledger() as log:
                 params, state, _ = step(params, state, own)
             counts.append((log.count(op="all_gather"), log.count(op="reduce_scatter"), log.bytes()))
-            waits.append(len(device.synchronisations))
+            waits.append(len(device.synchronizations))
         return counts, waits
 
 

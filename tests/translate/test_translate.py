@@ -436,7 +436,7 @@ WRONG: dict[str, tuple[str, str | bytes | None, str]] = {
     "a list": ("a.json", "[1, 2]", "a list"),
     "a string": ("a.yaml", "hello", "a mapping of keys"),
     "numbers for keys": ("a.yaml", "1: 2", "keys that are strings"),
-    "nobody's": ("a.json", '{"colour": 3}', "no configuration that is known here"),
+    "nobody's": ("a.json", '{"color": 3}', "no configuration that is known here"),
     "no call": ("a.py", "print(1)", "no call that is read"),
     "deep JSON": ("a.json", '{"a": ' * 100_000, "nested too deeply"),
     "deep YAML": ("a.yaml", "a: " + "[" * 5_000, "nested too deeply"),

@@ -92,7 +92,7 @@ def train_block(loss: Callable[[Any], Tensor], *names: str) -> Any:
     "gradient", "tensor", "block.norm", AS_FIXED, lambda: train_block(sequence_parallel, "norm", "up", "narrow"), GRID
 )
 def norm_weight_unsynchronised_tp(shard_map, mesh):
-    """Sequence parallelism: each rank normalises its own places, with a weight that all ranks hold."""
+    """Sequence parallelism: each rank normalizes its own places, with a weight that all ranks hold."""
 
     @sf.stage
     def block(p, x):
@@ -142,7 +142,7 @@ def dropout_differs_along_tensor(shard_map, mesh):
 
 @wrong("output", "tensor", "result", AS_FIXED, valued(lambda p: p["up"].norm(), "up"), GRID)
 def norm_of_a_cut_weight(shard_map, mesh):
-    """Weight normalisation by this rank's columns."""
+    """Weight normalization by this rank's columns."""
 
     @shard_map(in_specs=P(None, "tensor"), out_specs=P())
     def norm(up):

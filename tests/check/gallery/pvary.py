@@ -535,12 +535,12 @@ def all_gather_invariant_meets_rows(shard_map, mesh):
     return {"w": whole(params["w"])}, loss
 
 
-def standardised(p: Any) -> Tensor:
+def standardized(p: Any) -> Tensor:
     h = X @ p["w"]
     return squares(h - h.mean(0), Y) / COUNT
 
 
-@wrong("gradient", "data", "", AS_FIXED, trained(standardised, "w"))
+@wrong("gradient", "data", "", AS_FIXED, trained(standardized, "w"))
 def mean_of_the_batch_meets_its_rows(shard_map, mesh):
     """A batch norm by hand: the mean is of all rows, but each rank has its own rows' part of its derivative alone."""
 
@@ -554,12 +554,12 @@ def mean_of_the_batch_meets_its_rows(shard_map, mesh):
     return train(shard_map, mesh, loss_fn, weights("w"), X, Y)
 
 
-def normalised(p: Any) -> Tensor:
+def normalized(p: Any) -> Tensor:
     scores = (X @ p["w"])[:, 0].exp()
     return ((scores / scores.sum())[:, None] * Y).square().sum()
 
 
-@wrong("gradient", "data", "", AS_FIXED, trained(normalised, "w"))
+@wrong("gradient", "data", "", AS_FIXED, trained(normalized, "w"))
 def softmax_over_all_rows(shard_map, mesh):
     """Attention to a sequence of which each rank has a part."""
 

@@ -189,7 +189,7 @@ def pmean_of_sums_over_a_sum_of_counts(shard_map, mesh):
     return train(shard_map, mesh, loss_fn, weights("w"), X, Y)
 
 
-def totalled(p: Any) -> Tensor:
+def totaled(p: Any) -> Tensor:
     return squares(linear(p), Y)
 
 
@@ -198,7 +198,7 @@ def totalled(p: Any) -> Tensor:
     "data",
     "",
     "shardfn.psum(total, 'data'), or shardfn.psum(total, 'data') / ",
-    trained(totalled, "w"),
+    trained(totaled, "w"),
     says="for the mean:",
 )
 def pmean_of_sums(shard_map, mesh):
@@ -266,11 +266,11 @@ def bias_inside_of_a_psum(shard_map, mesh):
     return forward(params, part(X, mesh, "tensor", dim=1))
 
 
-def penalised(p: Any) -> Tensor:
+def penalized(p: Any) -> Tensor:
     return squares(linear(p), Y) + 0.1 * p["w"].square().sum()
 
 
-@wrong("output", "data", "result", AS_FIXED, valued(penalised, "w"))
+@wrong("output", "data", "result", AS_FIXED, valued(penalized, "w"))
 def decay_added_to_this_ranks_loss(shard_map, mesh):
     @shard_map(in_specs=(P(), P("data"), P("data")), out_specs=P())
     def evaluate(params, x, y):

@@ -396,7 +396,7 @@ def steps_of_each_ranks_own_returned(shard_map, mesh):
     return steps(weights("w"), part(X, mesh, "data"), part(Y, mesh, "data"))
 
 
-def centred(p: Any) -> Tensor:
+def centered(p: Any) -> Tensor:
     h = torch.tanh(X @ p["layer"]["w"])
     return squares(h - h.mean(0), Y) / COUNT
 
@@ -415,7 +415,7 @@ def centred_behind(shard_map: Any, mesh: Any, loss_fn: Any, placement: Any, axes
     return step(params, part(X, mesh, *axes), part(Y, mesh, *axes))
 
 
-@wrong("gradient", "data", "", AS_FIXED, lambda: graded_step(centred))
+@wrong("gradient", "data", "", AS_FIXED, lambda: graded_step(centered))
 def mean_of_what_a_stage_returns(shard_map, mesh):
     layer = sf.stage(lambda p, x: torch.tanh(x @ p["w"]))
 
@@ -429,7 +429,7 @@ def mean_of_what_a_stage_returns(shard_map, mesh):
     return centred_behind(shard_map, mesh, loss_fn, sf.full_shard("data"), ("data",))
 
 
-@wrong("gradient", BOTH, "", AS_FIXED, lambda: graded_step(centred), HYBRID)
+@wrong("gradient", BOTH, "", AS_FIXED, lambda: graded_step(centered), HYBRID)
 def mean_of_what_a_stage_returns_that_runs_again(shard_map, mesh):
     layer = sf.stage(lambda p, x: torch.tanh(x @ p["w"]), remat=True)
 

@@ -98,7 +98,7 @@ def a_ring_by_hand(on: On) -> Made:
 
 
 @right(space=2)
-def a_convolution_with_the_edges_of_neighbours(on: On) -> Made:
+def a_convolution_with_the_edges_of_neighbors(on: On) -> Made:
     x, kernel = tensors(53, (1, 1, 12), (1, 1, 3))
 
     def convolved(x: Tensor, kernel: Tensor) -> Tensor:
