@@ -83,7 +83,9 @@ class ContextParallel:
         from transformers.masking_utils import AttentionMaskInterface
 
         implementation = f"shardfn_{self.method}_{self.axis}_{self.window}"
-        AttentionInterface.register(implementation, functools.partial(_attend, self.method, self.axis, self.window))
+        # Traced, attention would gather all keys. So compiled layers stop before it, and go on after it.
+        attend = torch.compiler.disable(_attend, reason="attention with context= runs as a ring between graphs")
+        AttentionInterface.register(implementation, functools.partial(attend, self.method, self.axis, self.window))
         AttentionMaskInterface.register(implementation, functools.partial(_mask_description, self.axis))
         copies: dict[int, Any] = {}
         for m in module.modules():
@@ -112,11 +114,12 @@ class ContextParallel:
                 )
         length = rows.shape[1]
         described = not tensors.keys().isdisjoint(("attention_mask", "documents", "position_ids"))
+        padded = "attention_mask" in tensors
         real = tensors.pop("attention_mask", torch.ones(rows.shape[:2], device="cpu")).cpu() != 0
         documents = tensors.pop("documents", None)
         labels = tensors.pop("labels", rows if self.shifts and "input_ids" in tensors else None)
         if documents is None:
-            documents = _documents_of(tensors.get("position_ids"), real)
+            documents = _documents_of(tensors.get("position_ids"), real, padded)
         else:
             documents = documents.cpu()
             documents = documents - documents.min() + 1
@@ -230,14 +233,14 @@ def _padded(x: Tensor, length: int, value: float) -> Tensor:
     return x if not missing else torch.cat((x, x.new_full((len(x), missing, *x.shape[2:]), value)), 1)
 
 
-def _documents_of(places: Tensor | None, real: Tensor) -> Tensor:
+def _documents_of(places: Tensor | None, real: Tensor, padded: bool) -> Tensor:
     """Ids of documents from 1, which begin where positions of whole rows jump, as transformers infers them."""
     if places is None:
         return torch.ones_like(real, dtype=torch.int64)
     places = places.cpu()
     jumps = torch.zeros_like(real, dtype=torch.int64)
     jumps[:, 1:] = (places[:, 1:] - places[:, :-1] != 1) & real[:, 1:] & real[:, :-1]
-    if not bool(real.all()) and bool(jumps.any()):
+    if padded and not bool(real.all()) and bool(jumps.any()):
         raise ValueError(
             "cut: position_ids must not jump between tokens of rows with padding, got both: transformers would let "
             "documents see each other. Pass documents=, ids of the documents of tokens, in the batch"

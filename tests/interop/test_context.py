@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import shardfn as sf
+import shardfn.optim as so
 from shardfn import P, lora
+from shardfn.compiled import regions
 from shardfn.interop import functional
 from shardfn.testing import World
 from tests.reference import worst
@@ -233,10 +235,16 @@ def differences_in_float64(*args: Any, **options: Any) -> dict[str, float]:
         return differences(*args, **options)
 
 
-@pytest.mark.parametrize("case", ["data 2, context 2", "context 2, tensor 2"])
+IN_PROCESSES = {
+    **{case: MESHES[case] for case in ("data 2, context 2", "context 2, tensor 2")},
+    "compiled layers": ("ring", {"data": 2, "context": 2}, {"compile": {"backend": "aot_eager"}, "only": ("packed",)}),
+}
+
+
+@pytest.mark.parametrize("case", IN_PROCESSES)
 @pytest.mark.world(4, "processes")
 def test_contexts_go_with_data_and_tensors_in_processes(world: World, case: str) -> None:
-    way, sizes, options = MESHES[case]
+    way, sizes, options = IN_PROCESSES[case]
     for found in world.with_deadline(150).run(differences_in_float64, "llama", way, sizes, remat=True, **options):
         assert not {case: error for case, error in found.items() if not error < 1e-12}
 
@@ -292,6 +300,59 @@ def test_rows_are_in_order_if_all_layers_have_a_window_that_reaches_one_rank(wor
     for rank, found in enumerate(world.run(sent_by_windows)):
         in_order, balanced = list(range(8 * rank, 8 * rank + 8)), [*range(4 * rank, 4 * rank + 4)]
         assert found == [(in_order, 2), ([*balanced, *(31 - i for i in reversed(balanced))], 6)]
+
+
+COMPILED = {
+    "ring, documents": ("llama", "ring", "documents"),
+    "ring, positions": ("llama", "ring", "position_ids"),
+    "exchanged heads, padding": ("mistral", "ulysses", "attention_mask"),
+}
+
+
+def compiled(name: str, way: Any, given: str) -> float:
+    """How far losses of a compiled step, whose rows differ from call to call, are from those of the step."""
+    mesh, losses = sf.make_mesh(context=2, device="cpu"), []
+    at = torch.arange(LENGTH).expand(ROWS, -1)
+
+    def batch(i: int) -> dict[str, Tensor]:
+        first = 5 + i
+        made = {
+            "documents": (at >= torch.tensor([[first], [20 - i]])).long(),
+            "position_ids": at - at.where(at < first, first).where(at >= first, 0),
+            "attention_mask": (at >= first).long(),
+        }
+        return {"input_ids": (tokens() + i) % VOCABULARY, given: made[given]}
+
+    with float64_kept(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(regions.Region, "function", lambda region: lambda xs: region.graph(*xs))  # without inductor
+        for compiles in (False, True):
+            lm = functional(build(name), context="context", context_attention=way, min_stage_params=512)
+            params, opt = lm.shard(mesh, sf.full_shard("context")), so.sgd(0.5)
+            state = opt.init(params)
+
+            @sf.shard_map(mesh=mesh, in_specs=..., out_specs=..., check=False)
+            def step(params: Any, state: Any, batch: Any, lm: Any = lm, opt: Any = opt) -> Any:
+                inputs, labels = lm.cut(batch)
+
+                def loss(params: Any) -> Tensor:
+                    total = summed(lm(params, **inputs).logits, labels)
+                    return sf.psum(total, "context") / sf.psum((labels != -100).sum(), "context")
+
+                value, grads = sf.value_and_grad(loss)(params)
+                return *opt.step(params, grads, state), value
+
+            run = sf.compile(step) if compiles else step
+            for i in range(5):
+                params, state, value = run(params, state, batch(i))
+                losses.append(float(value))
+    return worst(abs(a - b) for a, b in zip(losses[:5], losses[5:], strict=True))
+
+
+@pytest.mark.parametrize("case", COMPILED)
+@pytest.mark.world(2, "processes")
+def test_a_compiled_step_has_the_losses_of_the_step(world: World, case: str) -> None:
+    for off in world.with_deadline(150).run(compiled, *COMPILED[case]):
+        assert off < 1e-12
 
 
 # --- what is not supported ---
