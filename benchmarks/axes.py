@@ -215,7 +215,9 @@ def main() -> None:
     ]
     off = max(abs(plan.peak - held[0]) for plan, held in zip(plans, most, strict=True))
     goals.append(Goal("packed row of 32k on 4 ranks: planned peak, off what was held, bytes", off, 0))
-    goals.append(Goal("packed row of 32k on 4 ranks: seconds for a plan", max(plan.seconds for plan in plans), 30, tolerance=1.0))
+    goals.append(
+        Goal("packed row of 32k on 4 ranks: seconds for a plan", max(plan.seconds for plan in plans), 30, tolerance=1.0)
+    )
     exact = ("Llama", "Mistral", "Qwen3", "Gemma 3", "gpt-oss", "DeepSeek-V3", "BERT")
     cells = {row["model"]: row["context"] for row in rows if "model" in row}
     goals.append(Goal("models on a context axis", sum(cells[name] == "table" for name in exact), 7, "at least"))

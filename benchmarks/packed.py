@@ -20,7 +20,7 @@ from shardfn import interop
 from shardfn.compat import attention
 from shardfn.testing import World, simulated
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "attention_dropout": 0.0,
 }  # fmt: skip

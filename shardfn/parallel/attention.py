@@ -244,14 +244,6 @@ def _ordered(name: str, axis: AxisName, balanced: bool, in_order: bool = True) -
         recorder.ordered(name, as_names(axis), balanced)
 
 
-def _position_of(item: int, length: int, index: int, size: int, balanced: bool) -> int:
-    """The position in the sequence of item `item` of the `length` that rank `index` has."""
-    half = length // 2
-    if not balanced:
-        return index * length + item
-    return index * half + item if item < half else (2 * size - 1 - index) * half + item - half
-
-
 def _positions(length: int, index: int, size: int, balanced: bool, device: torch.device | None) -> Tensor:
     """The positions of all items, which increase."""
     if not balanced or size == 1:
@@ -350,7 +342,9 @@ class _Pair:
         self.lengths, self.ranks, self.size, self.described = lengths, ranks, size, described
         self.documents = None
         if documents is not None:
-            places = (_positions(n, i, size, self.balanced, documents.device) for n, i in zip(lengths, ranks, strict=True))
+            places = (
+                _positions(n, i, size, self.balanced, documents.device) for n, i in zip(lengths, ranks, strict=True)
+            )
             self.documents = _of_both(documents, *places)
         self.extents: dict[Any, Any] = {}
 
@@ -378,7 +372,11 @@ class _Pair:
 
     def _position(self, side: int, item: int) -> int:
         """The position in the sequence of a query (side 0) or a key."""
-        return _position_of(item, self.lengths[side], self.ranks[side], self.size, self.balanced)
+        length, index = self.lengths[side], self.ranks[side]
+        half = length // 2
+        if not self.balanced:
+            return index * length + item
+        return index * half + item if item < half else (2 * self.size - 1 - index) * half + item - half
 
     def sees_any(self) -> bool:
         """Whether any query sees any key."""
@@ -400,9 +398,7 @@ class _Pair:
     def _coverage(self, rows: tuple[int, int], columns: tuple[int, int]) -> str:
         """The part of a block's keys that its queries see: "none", "full", "causal" or "part"."""
         first, last, key_first, key_last = (
-            self._position(side, item)
-            for side, part in enumerate((rows, columns))
-            for item in (part[0], part[1] - 1)
+            self._position(side, item) for side, part in enumerate((rows, columns)) for item in (part[0], part[1] - 1)
         )
         nearest, farthest = first - key_last, last - key_first  # distances of queries from keys
         window = math.inf if self.window is None else self.window
@@ -502,7 +498,7 @@ def key_mask(
 
 @functools.lru_cache(maxsize=256)
 def _distances(shape: tuple[bool, int | None, bool], lengths: tuple[int, int], size: int) -> tuple[int, ...]:
-    """Those, up to `size`, from which some rank sees a key: by layouts and the window, never by documents."""
+    """Distances, with `size`, at which some rank sees a key: by layouts and the window, never by documents."""
 
     def sees(index: int, distance: int) -> bool:
         return _Pair(shape, lengths, (index, (index - distance) % size), size, None, False).sees_any()
@@ -530,10 +526,12 @@ def _ring(
     def places(length: int, index: int, device: torch.device) -> Tensor:
         return _positions(length, index, axis_size(axis), balanced, device)
 
-    def pairs(q: Tensor, k: Tensor, documents: Tensor | None) -> Callable[[int], tuple[_Pair, list[tuple[_Block, int]]]]:
+    def pairs(
+        q: Tensor, k: Tensor, documents: Tensor | None
+    ) -> Callable[[int], tuple[_Pair, list[tuple[_Block, int]]]]:
         size, index, lengths = axis_size(axis), axis_index(axis), (q.shape[2], k.shape[2])
         known = documents is not None and dispatch.readable(documents) and not planned()
-        read = documents.cpu() if known and documents is not None else None
+        read = documents.cpu() if known else None  # type: ignore[union-attr]
 
         def pair(source: int) -> tuple[_Pair, list[tuple[_Block, int]]]:
             both = _Pair((causal, window, balanced), lengths, (index, source), size, read, documents is not None)
@@ -542,7 +540,7 @@ def _ring(
         return pair
 
     def distances(q: Tensor, k: Tensor) -> tuple[int, ...]:
-        """From how many ranks back each rank gets keys, from 0, its own, up to the size, where gradients return."""
+        """Distances of the ranks whose keys come here: from 0, this one, up to the size, where gradients return."""
         return _distances((causal, window, balanced), (q.shape[2], k.shape[2]), axis_size(axis))
 
     def masks(q: Tensor, documents: Tensor | None) -> Callable[[_Pair, _Block], Tensor | None]:
@@ -577,22 +575,21 @@ def _ring(
             lse = torch.full(shape[:3], -torch.inf, dtype=wide_dtype(q), device=q.device)
         else:  # as if the sinks had been seen before all keys
             lse = sinks.to(wide_dtype(q))[:, None].expand(shape[:3]).contiguous()
+
+        def attend(both: _Pair, keys: Tensor, values: Tensor, block: _Block) -> None:
+            rows, columns = slice(*block.rows), slice(*block.columns)
+            inputs = q[:, :, rows], keys[:, :, columns], values[:, :, columns]
+            if fused and block.coverage != "part":
+                part, part_lse = kernels.attention_with_lse(*inputs, block.coverage == "causal", scale)
+            else:
+                part, part_lse = kernels.masked_attention(*inputs, mask_of(both, block), scale, softcap)
+            _merge(out[:, :, rows], lse[:, :, rows], part, part_lse)
+
         travelling = torch.cat((k.flatten(), v.flatten()))
         for distance, following in itertools.pairwise(distances(q, k)):
             coming = None if following == size else _sent(travelling, axis, following - distance)
             both, blocks = pair((index - distance) % size)
-            keys, values = _keys_and_values(travelling, k, v)
-
-            def attend(block: _Block, both: _Pair = both, keys: Tensor = keys, values: Tensor = values) -> None:
-                rows, columns = slice(*block.rows), slice(*block.columns)
-                inputs = q[:, :, rows], keys[:, :, columns], values[:, :, columns]
-                if fused and block.coverage != "part":
-                    part, part_lse = kernels.attention_with_lse(*inputs, block.coverage == "causal", scale)
-                else:
-                    part, part_lse = kernels.masked_attention(*inputs, mask_of(both, block), scale, softcap)
-                _merge(out[:, :, rows], lse[:, :, rows], part, part_lse)
-
-            _run_blocks(attend, blocks)
+            _run_blocks(functools.partial(attend, both, *_keys_and_values(travelling, k, v)), blocks)
             if coming is not None:
                 travelling = coming()
         out = out.to(q.dtype)
@@ -615,30 +612,29 @@ def _ring(
             return [*kernels.attention_backward(ct, q, out, lse, k, v, kernel == "causal", scale), *of_rest]
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # of queries without keys, so that all weights are zero
         dq = torch.zeros_like(q, dtype=wide_dtype(q))
+
+        def pull(both: _Pair, keys: Tensor, values: Tensor, dk: Tensor, dv: Tensor, block: _Block) -> None:
+            rows, columns = slice(*block.rows), slice(*block.columns)
+            own_ct, own_q, own_out, own_lse = (x[:, :, rows] for x in (ct, q, out, lse))
+            inputs = own_ct, own_q, own_out, own_lse, keys[:, :, columns], values[:, :, columns]
+            if fused and block.coverage != "part":
+                new_q, new_k, new_v = kernels.attention_backward(*inputs, block.coverage == "causal", scale)
+            else:
+                new_q, new_k, new_v = kernels.masked_attention_backward(*inputs, mask_of(both, block), scale, softcap)
+            dq[:, :, rows] += new_q
+            dk[:, :, columns] += new_k
+            dv[:, :, columns] += new_v
+
         travelling = torch.cat((k.flatten(), v.flatten()))
         arriving: Callable[[], Tensor] = lambda: travelling  # noqa: E731
         for distance, following in itertools.pairwise(distances(q, k)):
             coming = None if following == size else _sent(travelling, axis, following - distance)
             both, blocks = pair((index - distance) % size)
-            keys, values = _keys_and_values(travelling, k, v)
             kv_grads = torch.zeros_like(travelling, dtype=wide_dtype(q))
-            dk, dv = _keys_and_values(kv_grads, k, v)
-
-            def pull(
-                block: _Block, both: _Pair = both, keys: Tensor = keys, values: Tensor = values, dk: Tensor = dk, dv: Tensor = dv
-            ) -> None:
-                rows, columns = slice(*block.rows), slice(*block.columns)
-                inputs = *(x[:, :, rows] for x in (ct, q, out, lse)), keys[:, :, columns], values[:, :, columns]
-                if fused and block.coverage != "part":
-                    new_q, new_k, new_v = kernels.attention_backward(*inputs, block.coverage == "causal", scale)
-                else:
-                    visible = mask_of(both, block)
-                    new_q, new_k, new_v = kernels.masked_attention_backward(*inputs, visible, scale, softcap)
-                dq[:, :, rows] += new_q
-                dk[:, :, columns] += new_k
-                dv[:, :, columns] += new_v
-
-            _run_blocks(pull, blocks)
+            _run_blocks(
+                functools.partial(pull, both, *_keys_and_values(travelling, k, v), *_keys_and_values(kv_grads, k, v)),
+                blocks,
+            )
             arriving = _sent(arriving() + kv_grads if distance else kv_grads, axis, following - distance)
             if coming is not None:
                 travelling = coming()
@@ -678,9 +674,8 @@ def _planned_blocks(both: _Pair, fused: bool) -> list[tuple[_Block, int]]:
     largest = []
     if both.described and fused and blocks:
         notes().assume("attention to all keys that any documents and padding leave visible")
-        sides = zip(*((*block.rows, *block.columns) for block in blocks), strict=True)
-        first, stop, key_first, key_stop = (pick(side) for pick, side in zip((min, max, min, max), sides, strict=True))
-        largest = [(_Block((first, stop), (key_first, key_stop), "full"), 0)]
+        rows, columns = [x for block in blocks for x in block.rows], [x for block in blocks for x in block.columns]
+        largest = [(_Block((min(rows), max(rows)), (min(columns), max(columns)), "full"), 0)]
     return largest + [(kind[0], len(kind)) for kind in kinds.values()]
 
 

@@ -281,7 +281,7 @@ def sent_by_windows() -> list[tuple[list[int], int]]:
         lm = functional(made("Mistral", sliding_window=window), context="context", min_stage_params=512)
         params = lm.shard(mesh, sf.full_shard("context"))
 
-        def run(params: Any, ids: Tensor, lm: Any = lm) -> Tensor:
+        def run(params: Any, ids: Tensor, lm: Any = lm) -> tuple[Tensor, int]:
             inputs, _ = lm.cut({"input_ids": ids})
             with torch.no_grad():
                 lm(params, **inputs)  # which also checks the model
@@ -289,8 +289,8 @@ def sent_by_windows() -> list[tuple[list[int], int]]:
                     lm(params, **inputs)
             return inputs["position_ids"][0], log.count(op="ppermute")
 
-        run = sf.shard_map(run, mesh=mesh, in_specs=..., out_specs=..., check=False)
-        places, count = run(params, tokens())
+        mapped = sf.shard_map(run, mesh=mesh, in_specs=..., out_specs=..., check=False)
+        places, count = mapped(params, tokens())
         found.append((places.tolist(), count))
     return found
 
