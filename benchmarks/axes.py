@@ -208,7 +208,7 @@ def main() -> None:
     saved = found[0]["window", "ring in order"][1] / found[0]["causal", "ring"][1]
     goals.append(Goal("window, ring in order: bytes, compared with a ring without a window", saved, 0.4))
     row = packed.Row(ROW, RANKS)
-    plans, most = [packed.planned_by(row, rank) for rank in range(RANKS)], packed.held_by_all(row)
+    plans, most = packed.of_each(packed.planned, row), packed.of_each(packed.held, row)
     rows += [
         {"rank": rank, "planned peak, MB": plan.peak / 1e6, "held, MB": held[0] / 1e6, "plan, s": plan.seconds}
         for rank, (plan, held) in enumerate(zip(plans, most, strict=True))

@@ -17,7 +17,7 @@ import shardfn.optim as so
 from benchmarks.held import Tracker, cudas_attention
 from benchmarks.plan_trackers import uncollected
 from shardfn import interop
-from shardfn.compat import attention
+from shardfn.compat import attention, devices
 from shardfn.testing import World, simulated
 
 SIZES: dict[str, Any] = {
@@ -112,14 +112,18 @@ def alone(function: Any, *args: Any) -> Any:
         return world.run(function, *args)[0]
 
 
-def planned_by(row: Row, rank: int) -> Planned:
-    found: Planned = alone(planned, row, rank)
-    return found
+def of_each(function: Any, row: Row) -> list[Any]:
+    """The results of a function of a row and a rank, which depends on no other rank, in one process."""
 
+    def every() -> list[Any]:
+        found = []
+        for rank in range(row.ranks):
+            devices.clear_caches()  # those of the rank before, which this one would use without making them
+            found.append(function(row, rank))
+        return found
 
-def held_by_all(row: Row) -> list[tuple[int, int, list[Any]]]:
-    """Each rank by itself: what it holds depends on no other's numbers."""
-    return [alone(held, row, rank) for rank in range(row.ranks)]
+    results: list[Any] = alone(every)
+    return results
 
 
 def held_together(row: Row) -> list[tuple[int, int, list[Any]]]:

@@ -18,23 +18,23 @@ ROW = packed.Row((356, 800, 892), 2)  # documents that end inside of blocks, and
 WHOLE, SHORT = packed.Row((2048,), 2), packed.Row((512,) * 4, 2)
 
 
-def planned(row: packed.Row, ranks: int) -> list[packed.Planned]:
-    return [packed.planned(row, rank) for rank in range(ranks)]
-
-
 def test_a_packed_row_holds_what_is_planned_and_the_host_waits_for_nothing() -> None:
-    plans = world(1, "alone").with_deadline(100).run(planned, ROW, ROW.ranks)[0]
-    for plan, (most, rounded, waits) in zip(plans, packed.held_together(ROW), strict=True):
+    for plan, (most, rounded, waits) in zip(
+        packed.of_each(packed.planned, ROW), packed.held_together(ROW), strict=True
+    ):
         assert (plan.peak, plan.allocator) == (most, rounded)
         assert waits == []
 
 
+def peaks(rows: list[packed.Row]) -> list[tuple[int, int]]:
+    """For each row the peak that the plan of one rank says, and the one of a run."""
+    return [(packed.planned(row, 0).peak, packed.held(row, 0)[0]) for row in rows]
+
+
 def test_a_plan_of_documents_is_a_bound_and_that_of_one_is_exact() -> None:
-    run = world(1, "alone").with_deadline(100).run
-    [[many]], [[one]] = (run(planned, row, 1) for row in (SHORT, WHOLE))
-    [(most, *_)], [(of_one, *_)] = (run(packed.held, row, 0) for row in (SHORT, WHOLE))
-    assert one.peak == of_one
-    assert many.peak > most
+    [(bound, most), (plan, held)] = world(1, "alone").with_deadline(100).run(peaks, [SHORT, WHOLE])[0]
+    assert bound > most
+    assert plan == held
 
 
 def blocks_of_windows(one_by_one: bool) -> list[tuple[Any, ...]]:
