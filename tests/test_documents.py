@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import dataclasses
+import doctest
 import importlib
 import inspect
 import os
@@ -302,6 +303,17 @@ def test_pages_that_the_package_names_exist():
     named = {name for source in sources for name in re.findall(r"docs/[\w/-]+\.md", source)}
     assert named
     assert {name for name in named if Path(name) not in PAGES} == set()
+
+
+SOURCES = [path for path in sorted((ROOT / "shardfn").rglob("*.py")) if ">>> " in path.read_text()]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_examples_in_docstrings_run(path: Path):
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    found = doctest.testmod(importlib.import_module(name), report=True)
+    assert found.attempted > 0
+    assert found.failed == 0
 
 
 def test_a_public_name_has_one_path():

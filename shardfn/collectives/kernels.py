@@ -126,10 +126,10 @@ def permute(x: Tensor, source: list[int], index: int, group: str) -> Tensor:
     return copy(arrived.view([1] * x.ndim).expand(x.shape))
 
 
-def shifted(x: Tensor, index: int, size: int, group: str) -> Callable[[], Tensor]:
-    """Starts to send `x` to the next rank of a ring; returns a function that waits for the previous rank's `x`."""
+def shifted(x: Tensor, by: int, index: int, size: int, group: str) -> Callable[[], Tensor]:
+    """Starts to send `x` on by some ranks of a ring; returns a function that waits for the `x` that comes here."""
     peers = _recorded("ppermute", x, 1, group, "exchange", scheduled=True)
-    source = [(rank - 1) % size for rank in range(size)]
+    source = [(rank - by) % size for rank in range(size)]
     if peers is not None:
         wait = messages.permute(peers, x, source)
     else:

@@ -277,8 +277,8 @@ def _verified(x: Tensor, operation: str, group: str) -> Tensor:
     return x
 
 
-def shifted(x: Tensor, index: int, size: int, group: str) -> Callable[[], Tensor]:
-    """Starts to send `x` to the next rank of a ring; returns a function that waits for the previous rank's `x`."""
+def shifted(x: Tensor, by: int, index: int, size: int, group: str) -> Callable[[], Tensor]:
+    """Starts to send `x` on by some ranks of a ring; returns a function that waits for the `x` that comes here."""
     if debugging.collectives and dispatch.plain(x):
-        _compare_call("a step of a ring", x, {"group": group})
-    return kernels.shifted(x, index, size, group)
+        _compare_call("a step of a ring", x, {"group": group, "by": by})
+    return kernels.shifted(x, by, index, size, group)

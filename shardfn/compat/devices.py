@@ -10,6 +10,8 @@ from typing import ParamSpec, TypeVar, cast
 
 import torch
 
+from shardfn.compat import dispatch
+
 P = ParamSpec("P")
 T = TypeVar("T")
 clears: list[Callable[[], None]] = []  # callbacks that drop cached objects on devices
@@ -45,6 +47,14 @@ def capturing(device: torch.device) -> bool:
     """Whether this thread captures a graph on a device, so that operations are recorded and do not run."""
     is_capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
     return is_capturing is not None and bool(is_capturing())
+
+
+def uploaded(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns a tensor of the host on a device, by a copy from pinned memory, for which the host does not wait."""
+    if x.device == device:
+        return x
+    pins = x.device.type == "cpu" and dispatch.readable(x)
+    return (x.pin_memory() if pins else x).to(device, non_blocking=True)
 
 
 def elements_at_a_time(device: torch.device, cached: int, max_elements: int = 2**24) -> int:

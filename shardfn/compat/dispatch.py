@@ -279,6 +279,14 @@ def ordinary(x: torch.Tensor) -> bool:
     )
 
 
+def readable(x: torch.Tensor) -> bool:
+    """Whether the host can read a tensor's numbers now: nothing is traced, and it has some, also on a pretended device.
+
+    Tensors of a planned device count too, whose numbers are made up.
+    """
+    return ordinary(x) and x.device.type != "meta" and not any(map(_keyed, _modes()))
+
+
 def fake(x: torch.Tensor) -> bool:
     """Whether a tensor has no values, and belongs to a fake-tensor mode or to a pretended device."""
     return isinstance(x, FakeTensor)

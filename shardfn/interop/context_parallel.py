@@ -19,11 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from shardfn.collectives.functional import axis_size
-from shardfn.compat import dispatch
+from shardfn.compat import devices, dispatch
 from shardfn.interop.conversions import of_transformers
 from shardfn.interop.placeholder import Slot, placed
 from shardfn.interop.pytrees import Forms
 from shardfn.mesh.grid import AxisName
+from shardfn.mesh.planned import planned
 from shardfn.mesh.scope import current_mesh
 from shardfn.parallel.attention import Mask, positions, ring_attention, ulysses_attention
 from shardfn.quoting import listed
@@ -43,7 +44,8 @@ class ContextParallel:
 
     Attributes:
         axis: the mesh axis; where the mesh has none of that name, rows are full.
-        method: "ring", over balanced rows, or "ulysses", over rows in order.
+        method: "ring", or "ulysses", over rows in order.
+        window: of all layers, if they have one; a ring is over rows in order if it reaches the next rank only.
         name: of the model's class.
         probed: whether a call has shown that only attention mixes positions.
         shifts: whether labels are those of the next token.
@@ -72,6 +74,7 @@ class ContextParallel:
                     f"AttentionInterface. Make the model without context="
                 )
         self.axis, self.method, self.name, self.probed = axis, method, name, False
+        self.window = _window_of(module.config)
         self.shifts = getattr(module, "loss_type", None) == "ForCausalLM"
 
     def install(self, module: nn.Module) -> None:
@@ -79,8 +82,10 @@ class ContextParallel:
         from transformers import AttentionInterface, PreTrainedConfig
         from transformers.masking_utils import AttentionMaskInterface
 
-        implementation = f"shardfn_{self.method}_{self.axis}"
-        AttentionInterface.register(implementation, functools.partial(_attend, self.method, self.axis))
+        implementation = f"shardfn_{self.method}_{self.axis}_{self.window}"
+        # Traced, attention would gather all keys. So compiled layers stop before it, and go on after it.
+        attend = torch.compiler.disable(_attend, reason="attention with context= runs as a ring between graphs")
+        AttentionInterface.register(implementation, functools.partial(attend, self.method, self.axis, self.window))
         AttentionMaskInterface.register(implementation, functools.partial(_mask_description, self.axis))
         copies: dict[int, Any] = {}
         for m in module.modules():
@@ -108,26 +113,31 @@ class ContextParallel:
                     f"before rows are sharded"
                 )
         length = rows.shape[1]
-        real = tensors.pop("attention_mask", torch.ones(rows.shape[:2], device=rows.device)) != 0
+        described = not tensors.keys().isdisjoint(("attention_mask", "documents", "position_ids"))
+        padded = "attention_mask" in tensors
+        real = tensors.pop("attention_mask", torch.ones(rows.shape[:2], device="cpu")).cpu() != 0
         documents = tensors.pop("documents", None)
         labels = tensors.pop("labels", rows if self.shifts and "input_ids" in tensors else None)
         if documents is None:
-            documents = _documents_of(tensors.get("position_ids"), real)
+            documents = _documents_of(tensors.get("position_ids"), real, padded)
         else:
+            documents = documents.cpu()
             documents = documents - documents.min() + 1
         if self.shifts and labels is not None:
             labels = _next_tokens(labels, documents, real, from_tokens=labels is rows)
         if "position_ids" not in tensors:
-            tensors["position_ids"] = _positions_in(documents)
+            tensors["position_ids"] = devices.uploaded(_positions_in(documents), rows.device)
         axis = self.bound()
         size = axis_size(axis)
         pieces = 2 * size if self.method == "ring" and size > 1 else size
         full = -(-length // pieces) * pieces
-        local = positions(full, axis, balanced=self.method == "ring", device=rows.device)
+        balanced = self.method == "ring" and _balances(self.window, full // size)
+        local = positions(full, axis, balanced=balanced, device=rows.device)
         inputs: dict[str, Any] = {name: _padded(x, full, 0)[:, local] for name, x in tensors.items()}
         if "use_cache" in self.parameters:  # which transformers would make by default
             inputs["use_cache"] = False
-        inputs["attention_mask"] = _padded(documents.where(real, 0), full, 0)[:, None].cpu()
+        ids = _padded(documents.where(real, 0), full, 0)[:, None]
+        inputs["attention_mask"] = ids if described or full > length else ids[:, :0]  # known without its numbers
         return inputs, None if labels is None else _padded(labels, full, IGNORED)[:, local]
 
     def bound(self) -> AxisName:
@@ -204,19 +214,33 @@ def _bound(axis: str) -> AxisName:
     return axis if mesh is not None and axis in (mesh.mesh_dim_names or ()) else ()
 
 
+def _window_of(config: Any) -> int | None:
+    """The window of all layers of a model; None if any layer has none."""
+    config = config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
+    window: int | None = getattr(config, "sliding_window", None)
+    return window if kinds == {"sliding_attention"} else None
+
+
+def _balances(window: int | None, length: int) -> bool:
+    """Whether rows are balanced in pieces of `length`: in order, a window that reaches one rank back sends less."""
+    return window is None or window - 1 > length
+
+
 def _padded(x: Tensor, length: int, value: float) -> Tensor:
     """Whole rows `[b, t, ...]`, with `value` at the end."""
     missing = length - x.shape[1]
     return x if not missing else torch.cat((x, x.new_full((len(x), missing, *x.shape[2:]), value)), 1)
 
 
-def _documents_of(places: Tensor | None, real: Tensor) -> Tensor:
+def _documents_of(places: Tensor | None, real: Tensor, padded: bool) -> Tensor:
     """Ids of documents from 1, which begin where positions of whole rows jump, as transformers infers them."""
     if places is None:
         return torch.ones_like(real, dtype=torch.int64)
+    places = places.cpu()
     jumps = torch.zeros_like(real, dtype=torch.int64)
     jumps[:, 1:] = (places[:, 1:] - places[:, :-1] != 1) & real[:, 1:] & real[:, :-1]
-    if not bool(real.all()) and bool(jumps.any()):
+    if padded and not bool(real.all()) and bool(jumps.any()):
         raise ValueError(
             "cut: position_ids must not jump between tokens of rows with padding, got both: transformers would let "
             "documents see each other. Pass documents=, ids of the documents of tokens, in the batch"
@@ -237,7 +261,7 @@ def _next_tokens(labels: Tensor, documents: Tensor, real: Tensor, from_tokens: b
     shifted = _padded(labels[:, 1:], labels.shape[1], IGNORED).clone()
     if from_tokens:
         same = (documents[:, 1:] == documents[:, :-1]) & real[:, 1:] & real[:, :-1]
-        shifted[:, :-1] = shifted[:, :-1].where(same, IGNORED)
+        shifted[:, :-1] = shifted[:, :-1].where(devices.uploaded(same, labels.device), IGNORED)
     return shifted
 
 
@@ -249,6 +273,7 @@ _NOT_SUPPORTED = ("position_bias", "cache", "head_mask", "cu_seq_lens_q", "cu_se
 def _attend(
     method: Method,
     axis: str,
+    window: int | None,
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -284,7 +309,7 @@ def _attend(
     options: dict[str, Any] = {"mask": attention_mask, "scale": scaling, "sinks": s_aux, "softcap": softcap}
     bound = _bound(axis)
     if method == "ring":
-        out = ring_attention(query, key, value, bound, balanced=True, **options)
+        out = ring_attention(query, key, value, bound, balanced=_balances(window, query.shape[2]), **options)
     else:
         out = ulysses_attention(query, key, value, bound, **options)
     return out.transpose(1, 2).contiguous(), None
@@ -318,8 +343,10 @@ def _mask_description(
         return Mask()
     size = axis_size(_bound(axis))
     if attention_mask is not None and attention_mask.ndim == 3:
+        if not attention_mask.shape[1]:
+            return Mask(causal, window)
         ids, padding = attention_mask[:, 0], attention_mask[:, 0] == 0
-        known = dispatch.plain(ids) and not ids.is_meta  # otherwise, as in a compiled step, masks depend on no values
+        known = dispatch.readable(ids) and not planned()  # otherwise, as in a compiled step, masks depend on no values
         packed = not known or bool((ids > 1).any())
         return Mask(causal, window, ids if packed else None, padding if not known or bool(padding.any()) else None)
     if size > 1 or q_length != kv_length:

@@ -140,10 +140,6 @@ def functional(
             register_batches()
     plan = None if tensor is None else apply_table(module, tensor, tensor_axis)
     contextual = None if context is None else ContextParallel(module, context, context_attention)
-    if contextual is not None and compile:
-        raise TypeError(
-            "functional: compile must be False with context=, got True. Compile the step by shardfn.compile"
-        )
 
     def accept(chosen: Mapping[str, nn.Module]) -> None:
         if plan is not None:

@@ -15,6 +15,9 @@ class Notes(Protocol):
     def paused(self) -> contextlib.AbstractContextManager[None]:
         """A context in which nothing is recorded."""
 
+    def repeated(self, times: int) -> contextlib.AbstractContextManager[None]:
+        """A context in which what is launched counts as often; memory is that of one time."""
+
     def on_host(self, tensors: Iterable[Tensor]) -> None:
         """Records that in a run the memory of these tensors is on the host."""
 

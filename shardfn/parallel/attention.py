@@ -10,7 +10,9 @@ exactly causal, for which torch has kernels, or small enough for a mask of its o
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,8 +26,9 @@ from shardfn.check import recording
 from shardfn.collectives import ops
 from shardfn.collectives.functional import all_gather, all_to_all, axis_index, axis_size
 from shardfn.compat import attention as kernels
-from shardfn.compat import dispatch
+from shardfn.compat import devices, dispatch
 from shardfn.mesh.grid import AxisName, as_names
+from shardfn.mesh.planned import notes, planned
 from shardfn.mesh.scope import bound_axis
 from shardfn.parallel.linear import wide_dtype
 from shardfn.transforms.custom_vjp import custom_vjp
@@ -113,6 +116,11 @@ def ring_attention(
     Keys and values go around the ring in `c - 1` steps; in backward they go again, and their gradients in `c` steps.
     While they travel, each rank computes with those that it has. Second derivatives, tangents (jvp) and batches (vmap)
     gather keys and values instead.
+
+    With a window, steps to ranks whose keys nobody sees are left out, and gradients return in one step. For a causal
+    window `w` and `n` positions a rank, `ceil((w - 1) / n)` steps remain in order. Balanced, both pieces of a rank have
+    neighbors: `2 * ceil(2 * (w - 1) / n)` steps, at most `c - 1`. So 8 ranks with a window of `n / 2` or less send 1 of
+    7 messages in order, and 2 of 7 balanced.
 
     Args:
         q: this rank's queries.
@@ -236,14 +244,6 @@ def _ordered(name: str, axis: AxisName, balanced: bool, in_order: bool = True) -
         recorder.ordered(name, as_names(axis), balanced)
 
 
-def _position_of(item: int, length: int, index: int, size: int, balanced: bool) -> int:
-    """The position in the sequence of item `item` of the `length` that rank `index` has."""
-    half = length // 2
-    if not balanced:
-        return index * length + item
-    return index * half + item if item < half else (2 * size - 1 - index) * half + item - half
-
-
 def _positions(length: int, index: int, size: int, balanced: bool, device: torch.device | None) -> Tensor:
     """The positions of all items, which increase."""
     if not balanced or size == 1:
@@ -325,7 +325,8 @@ class _Pair:
         lengths: numbers of queries and of keys.
         ranks: that have the queries, and the keys.
         size: number of ranks.
-        documents: of whole rows, as `_documents` returns them.
+        documents: of whole rows, as `_documents` returns them, on the CPU; None if there are none, or no numbers.
+        described: whether there are documents.
     """
 
     def __init__(
@@ -335,13 +336,16 @@ class _Pair:
         ranks: tuple[int, int],
         size: int,
         documents: Tensor | None,
+        described: bool,
     ) -> None:
         self.causal, self.window, self.balanced = shape
-        self.lengths, self.ranks, self.size = lengths, ranks, size
-        self.queries, self.keys = (
-            _positions(n, i, size, self.balanced, torch.device("cpu")) for n, i in zip(lengths, ranks, strict=True)
-        )
-        self.documents = None if documents is None else _of_both(documents, self.queries, self.keys)
+        self.lengths, self.ranks, self.size, self.described = lengths, ranks, size, described
+        self.documents = None
+        if documents is not None:
+            places = (
+                _positions(n, i, size, self.balanced, documents.device) for n, i in zip(lengths, ranks, strict=True)
+            )
+            self.documents = _of_both(documents, *places)
         self.extents: dict[Any, Any] = {}
 
     def blocks(self, fused: bool) -> list[_Block]:
@@ -349,18 +353,35 @@ class _Pair:
         rows, columns = ((0, length) for length in self.lengths)
         if not all(self.lengths):
             return []
-        if not self.balanced or self._coverage(rows, columns) != "part":
+        if not self.balanced or (fused and self._coverage(rows, columns) != "part"):
             return _merged_blocks(list(self._split(rows, columns, fused)))
         quarters = ((row_part, column_part) for row_part in _halves(rows) for column_part in _halves(columns))
         return _merged_blocks([block for parts in quarters for block in self._split(*parts, fused)])
 
-    def mask_of(self, block: _Block, device: torch.device) -> Tensor | None:
-        """The mask of a block, `[b or 1, 1, rows, columns]`, True where a query sees a key; None if all do."""
-        if block.coverage == "full":
-            return None
-        rows, columns = slice(*block.rows), slice(*block.columns)
-        documents = self.documents and [self.documents[0][:, rows], self.documents[1][:, columns]]
-        return key_mask(self.causal, self.window, self.queries[rows], self.keys[columns], documents, device)
+    def mask_of(self, block: _Block, documents: Tensor | None, device: torch.device) -> Tensor | None:
+        """The mask of a block, `[b or 1, 1, rows, columns]`, True where a query sees a key.
+
+        Made on the device, where `documents` are, so that the host copies nothing for it. The block is in one piece.
+        """
+        queries, keys = (
+            torch.arange(start := self._position(side, part[0]), start + part[1] - part[0], device=device)
+            for side, part in enumerate((block.rows, block.columns))
+        )
+        of_both = None if documents is None else _of_both(documents, queries, keys)
+        return key_mask(self.causal, self.window, queries, keys, of_both)
+
+    def _position(self, side: int, item: int) -> int:
+        """The position in the sequence of a query (side 0) or a key."""
+        length, index = self.lengths[side], self.ranks[side]
+        half = length // 2
+        if not self.balanced:
+            return index * length + item
+        return index * half + item if item < half else (2 * self.size - 1 - index) * half + item - half
+
+    def sees_any(self) -> bool:
+        """Whether any query sees any key."""
+        rows, columns = (_halves((0, n)) if self.balanced else ((0, n),) for n in self.lengths)
+        return any(self._coverage(*parts) != "none" for parts in itertools.product(rows, columns) if all(self.lengths))
 
     def _split(self, rows: tuple[int, int], columns: tuple[int, int], fused: bool) -> Iterator[_Block]:
         coverage = self._coverage(rows, columns)
@@ -377,9 +398,7 @@ class _Pair:
     def _coverage(self, rows: tuple[int, int], columns: tuple[int, int]) -> str:
         """The part of a block's keys that its queries see: "none", "full", "causal" or "part"."""
         first, last, key_first, key_last = (
-            _position_of(item, self.lengths[side], self.ranks[side], self.size, self.balanced)
-            for side, part in enumerate((rows, columns))
-            for item in (part[0], part[1] - 1)
+            self._position(side, item) for side, part in enumerate((rows, columns)) for item in (part[0], part[1] - 1)
         )
         nearest, farthest = first - key_last, last - key_first  # distances of queries from keys
         window = math.inf if self.window is None else self.window
@@ -399,9 +418,7 @@ class _Pair:
 
     def _of_documents(self, rows: tuple[int, int], columns: tuple[int, int]) -> str:
         if self.documents is None:
-            return "full"
-        if not dispatch.plain(self.documents[0]) or self.documents[0].is_meta:
-            return "part"  # values that are not there, as in a plan
+            return "part" if self.described else "full"
         pairs = list(zip(*self._extent(0, rows), *self._extent(1, columns), strict=True))
         if all(high < key_low or key_high < low for low, high, _, key_low, key_high, _ in pairs):
             return "none"
@@ -424,8 +441,7 @@ class _Pair:
 
 def _of_both(documents: Tensor, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     """The documents of queries and keys at these positions; without documents, queries may outnumber keys."""
-    of_keys = documents[1][:, keys.to(documents.device)]
-    return documents[0][:, queries.to(documents.device) % max(1, documents.shape[-1])], of_keys
+    return documents[0][:, queries % max(1, documents.shape[-1])], documents[1][:, keys]
 
 
 def _halves(part: tuple[int, int]) -> tuple[tuple[int, int], ...]:
@@ -458,7 +474,6 @@ def key_mask(
     queries: Tensor,
     keys: Tensor,
     documents: Sequence[Tensor] | None,
-    device: torch.device,
 ) -> Tensor | None:
     """Which keys queries at these positions see, `[b or 1, 1, t, s]`; None if all.
 
@@ -468,18 +483,28 @@ def key_mask(
         queries: their positions, `[t]`.
         keys: their positions, `[s]`.
         documents: those of queries, `[b, t]`, and of keys, `[b, s]`.
-        device: of the result.
     """
-    distance = queries.to(device)[:, None] - keys.to(device)
+    distance = queries[:, None] - keys
     visible = distance >= 0 if causal else None
     if window is not None:
         near = distance < window if causal else distance.abs() < window
         visible = near if visible is None else visible & near
     if documents is not None:
-        of_queries, of_keys = (x.to(device, non_blocking=True) for x in documents)
+        of_queries, of_keys = documents
         same = of_queries[:, :, None] == of_keys[:, None, :]
         visible = same if visible is None else visible & same
     return None if visible is None else visible[None, None] if visible.ndim == 2 else visible[:, None]
+
+
+@functools.lru_cache(maxsize=256)
+def _distances(shape: tuple[bool, int | None, bool], lengths: tuple[int, int], size: int) -> tuple[int, ...]:
+    """Distances, with `size`, at which some rank sees a key: by layouts and the window, never by documents."""
+
+    def sees(index: int, distance: int) -> bool:
+        return _Pair(shape, lengths, (index, (index - distance) % size), size, None, False).sees_any()
+
+    near = (d for d in range(1, size) if shape[1] is None or any(sees(index, d) for index in range(size)))
+    return 0, *near, size
 
 
 @functools.lru_cache(maxsize=256)
@@ -501,18 +526,31 @@ def _ring(
     def places(length: int, index: int, device: torch.device) -> Tensor:
         return _positions(length, index, axis_size(axis), balanced, device)
 
-    def pairs(q: Tensor, k: Tensor, documents: Tensor | None) -> Callable[[int], tuple[_Pair, list[_Block]]]:
+    def pairs(
+        q: Tensor, k: Tensor, documents: Tensor | None
+    ) -> Callable[[int], tuple[_Pair, list[tuple[_Block, int]]]]:
         size, index, lengths = axis_size(axis), axis_index(axis), (q.shape[2], k.shape[2])
-        read = documents.cpu() if documents is not None and dispatch.plain(documents) else documents
+        known = documents is not None and dispatch.readable(documents) and not planned()
+        read = documents.cpu() if known else None  # type: ignore[union-attr]
 
-        def pair(source: int) -> tuple[_Pair, list[_Block]]:
-            both = _Pair((causal, window, balanced), lengths, (index, source), size, read)
-            return both, both.blocks(fused)
+        def pair(source: int) -> tuple[_Pair, list[tuple[_Block, int]]]:
+            both = _Pair((causal, window, balanced), lengths, (index, source), size, read, documents is not None)
+            return both, _planned_blocks(both, fused) if planned() else [(block, 1) for block in both.blocks(fused)]
 
         return pair
 
+    def distances(q: Tensor, k: Tensor) -> tuple[int, ...]:
+        """Distances of the ranks whose keys come here: from 0, this one, up to the size, where gradients return."""
+        return _distances((causal, window, balanced), (q.shape[2], k.shape[2]), axis_size(axis))
+
+    def masks(q: Tensor, documents: Tensor | None) -> Callable[[_Pair, _Block], Tensor | None]:
+        """Returns a function that makes masks of blocks; documents are copied once, if there is one."""
+        copied = functools.cache(lambda: None if documents is None else devices.uploaded(documents, q.device))
+        return lambda both, block: None if block.coverage == "full" else both.mask_of(block, copied(), q.device)
+
     def pure(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         documents, sinks = split(rest)
+        documents = None if documents is None else documents.to(q.device, non_blocking=True)
         k, v = (all_gather(x, axis, dim=2) for x in (k, v))
         size, t = axis_size(axis), q.shape[2]
         every = torch.cat([places(k.shape[2] // size, i, q.device) for i in range(size)])
@@ -521,37 +559,37 @@ def _ring(
         for start in range(0, max(t, 1), TILE):
             rows = local[start : start + TILE]
             of_both = None if documents is None else _of_both(documents, rows, every)
-            visible = key_mask(causal, window, rows, every, of_both, q.device)
+            visible = key_mask(causal, window, rows, every, of_both)
             outputs.append(kernels.plain_attention(q[:, :, start : start + TILE], k, v, visible, sinks, scale, softcap))
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2),)
 
     def fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         documents, sinks = split(rest)
         size, index, shape = axis_size(axis), axis_index(axis), (*q.shape[:3], v.shape[-1])
-        pair = pairs(q, k, documents)
-        if size == 1 and sinks is None:
-            _, blocks = pair(0)
-            if len(blocks) == 1 and blocks[0].coverage != "part" and fused and _is_everything(blocks[0], q, k):
-                out, lse = kernels.attention_with_lse(q, k, v, blocks[0].coverage == "causal", scale)
-                return (out,), (q, k, v, *rest, out, lse)
+        pair, mask_of = pairs(q, k, documents), masks(q, documents)
+        if size == 1 and sinks is None and (kernel := _single_kernel(pair(0)[1], q, k, fused)):
+            out, lse = kernels.attention_with_lse(q, k, v, kernel == "causal", scale)
+            return (out,), (q, k, v, *rest, out, lse)
         out = torch.zeros(shape, dtype=wide_dtype(q), device=q.device)
         if sinks is None:
             lse = torch.full(shape[:3], -torch.inf, dtype=wide_dtype(q), device=q.device)
         else:  # as if the sinks had been seen before all keys
             lse = sinks.to(wide_dtype(q))[:, None].expand(shape[:3]).contiguous()
+
+        def attend(both: _Pair, keys: Tensor, values: Tensor, block: _Block) -> None:
+            rows, columns = slice(*block.rows), slice(*block.columns)
+            inputs = q[:, :, rows], keys[:, :, columns], values[:, :, columns]
+            if fused and block.coverage != "part":
+                part, part_lse = kernels.attention_with_lse(*inputs, block.coverage == "causal", scale)
+            else:
+                part, part_lse = kernels.masked_attention(*inputs, mask_of(both, block), scale, softcap)
+            _merge(out[:, :, rows], lse[:, :, rows], part, part_lse)
+
         travelling = torch.cat((k.flatten(), v.flatten()))
-        for step in range(size):
-            coming = _sent(travelling, axis) if step + 1 < size else None
-            both, blocks = pair((index - step) % size)
-            keys, values = _keys_and_values(travelling, k, v)
-            for block in blocks:
-                rows, columns = slice(*block.rows), slice(*block.columns)
-                inputs = q[:, :, rows], keys[:, :, columns], values[:, :, columns]
-                if fused and block.coverage != "part":
-                    part, part_lse = kernels.attention_with_lse(*inputs, block.coverage == "causal", scale)
-                else:
-                    part, part_lse = kernels.masked_attention(*inputs, both.mask_of(block, q.device), scale, softcap)
-                _merge(out[:, :, rows], lse[:, :, rows], part, part_lse)
+        for distance, following in itertools.pairwise(distances(q, k)):
+            coming = None if following == size else _sent(travelling, axis, following - distance)
+            both, blocks = pair((index - distance) % size)
+            _run_blocks(functools.partial(attend, both, *_keys_and_values(travelling, k, v)), blocks)
             if coming is not None:
                 travelling = coming()
         out = out.to(q.dtype)
@@ -569,37 +607,35 @@ def _ring(
             share = (sinks.to(lse.dtype)[:, None] - lse).exp()
             of_sinks = [-(share * (ct.to(lse.dtype) * out.to(lse.dtype)).sum(-1)).sum((0, 2)).to(sinks.dtype)]
         of_rest = [*([None] if has_documents else []), *of_sinks]
-        pair = pairs(q, k, documents)
-        if size == 1:
-            _, blocks = pair(0)
-            if len(blocks) == 1 and blocks[0].coverage != "part" and fused and _is_everything(blocks[0], q, k):
-                return [
-                    *kernels.attention_backward(ct, q, out, lse, k, v, blocks[0].coverage == "causal", scale),
-                    *of_rest,
-                ]
+        pair, mask_of = pairs(q, k, documents), masks(q, documents)
+        if size == 1 and (kernel := _single_kernel(pair(0)[1], q, k, fused)):
+            return [*kernels.attention_backward(ct, q, out, lse, k, v, kernel == "causal", scale), *of_rest]
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # of queries without keys, so that all weights are zero
         dq = torch.zeros_like(q, dtype=wide_dtype(q))
+
+        def pull(both: _Pair, keys: Tensor, values: Tensor, dk: Tensor, dv: Tensor, block: _Block) -> None:
+            rows, columns = slice(*block.rows), slice(*block.columns)
+            own_ct, own_q, own_out, own_lse = (x[:, :, rows] for x in (ct, q, out, lse))
+            inputs = own_ct, own_q, own_out, own_lse, keys[:, :, columns], values[:, :, columns]
+            if fused and block.coverage != "part":
+                new_q, new_k, new_v = kernels.attention_backward(*inputs, block.coverage == "causal", scale)
+            else:
+                new_q, new_k, new_v = kernels.masked_attention_backward(*inputs, mask_of(both, block), scale, softcap)
+            dq[:, :, rows] += new_q
+            dk[:, :, columns] += new_k
+            dv[:, :, columns] += new_v
+
         travelling = torch.cat((k.flatten(), v.flatten()))
         arriving: Callable[[], Tensor] = lambda: travelling  # noqa: E731
-        for step in range(size):
-            coming = _sent(travelling, axis) if step + 1 < size else None
-            both, blocks = pair((index - step) % size)
-            keys, values = _keys_and_values(travelling, k, v)
+        for distance, following in itertools.pairwise(distances(q, k)):
+            coming = None if following == size else _sent(travelling, axis, following - distance)
+            both, blocks = pair((index - distance) % size)
             kv_grads = torch.zeros_like(travelling, dtype=wide_dtype(q))
-            dk, dv = _keys_and_values(kv_grads, k, v)
-            for block in blocks:
-                rows, columns = slice(*block.rows), slice(*block.columns)
-                own_ct, own_q, own_out, own_lse = (x[:, :, rows] for x in (ct, q, out, lse))
-                inputs = own_ct, own_q, own_out, own_lse, keys[:, :, columns], values[:, :, columns]
-                if fused and block.coverage != "part":
-                    new_q, new_k, new_v = kernels.attention_backward(*inputs, block.coverage == "causal", scale)
-                else:
-                    visible = both.mask_of(block, q.device)
-                    new_q, new_k, new_v = kernels.masked_attention_backward(*inputs, visible, scale, softcap)
-                dq[:, :, rows] += new_q
-                dk[:, :, columns] += new_k
-                dv[:, :, columns] += new_v
-            arriving = _sent(kv_grads if step == 0 else arriving() + kv_grads, axis)
+            _run_blocks(
+                functools.partial(pull, both, *_keys_and_values(travelling, k, v), *_keys_and_values(kv_grads, k, v)),
+                blocks,
+            )
+            arriving = _sent(arriving() + kv_grads if distance else kv_grads, axis, following - distance)
             if coming is not None:
                 travelling = coming()
         dk, dv = _keys_and_values(arriving().to(k.dtype), k, v)
@@ -608,8 +644,39 @@ def _ring(
     return custom_vjp(pure, fwd, bwd)
 
 
-def _is_everything(block: _Block, q: Tensor, k: Tensor) -> bool:
-    return block.rows == (0, q.shape[2]) and block.columns == (0, k.shape[2])
+def _single_kernel(blocks: list[tuple[_Block, int]], q: Tensor, k: Tensor, fused: bool) -> str:
+    """The coverage of the only block, if one call of a fused kernel is all; otherwise empty."""
+    if not fused or len(blocks) != 1 or blocks[0][0][:2] != ((0, q.shape[2]), (0, k.shape[2])):
+        return ""
+    coverage = blocks[0][0].coverage
+    return "" if coverage == "part" else coverage
+
+
+def _run_blocks(run: Callable[[_Block], None], blocks: list[tuple[_Block, int]]) -> None:
+    """Runs a function on blocks; in a plan once for all of a kind. Nothing of a block outlives it."""
+    for block, count in blocks:
+        with notes().repeated(count) if planned() else contextlib.nullcontext():
+            run(block)
+
+
+def _planned_blocks(both: _Pair, fused: bool) -> list[tuple[_Block, int]]:
+    """The blocks of a plan: one of each shape and coverage, and their number.
+
+    Blocks of one kind take the same memory, one after another. Documents have no numbers, so all that they may leave
+    visible is computed with masks. A run may also have larger blocks without a mask, if not more than that: the memory
+    of the largest one is planned too, and no operations for it.
+    """
+    blocks = both.blocks(fused)
+    kinds: dict[Any, list[_Block]] = {}
+    for block in blocks:
+        height, width = block.rows[1] - block.rows[0], block.columns[1] - block.columns[0]
+        kinds.setdefault((height, width, block.coverage), []).append(block)
+    largest = []
+    if both.described and fused and blocks:
+        notes().assume("attention to all keys that any documents and padding leave visible")
+        rows, columns = [x for block in blocks for x in block.rows], [x for block in blocks for x in block.columns]
+        largest = [(_Block((min(rows), max(rows)), (min(columns), max(columns)), "full"), 0)]
+    return largest + [(kind[0], len(kind)) for kind in kinds.values()]
 
 
 def _keys_and_values(x: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -617,12 +684,12 @@ def _keys_and_values(x: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return x[: k.numel()].view(k.shape), x[k.numel() :].view(v.shape)
 
 
-def _sent(x: Tensor, axis: AxisName) -> Callable[[], Tensor]:
-    """Starts to send `x` to the next rank of the ring; the function returned waits for what the previous one sends."""
+def _sent(x: Tensor, axis: AxisName, by: int) -> Callable[[], Tensor]:
+    """Starts to send `x` on by some ranks of the ring; the function returned waits for what comes here."""
     bound = bound_axis(axis, "ring_attention")
-    if bound.size == 1:
+    if by % bound.size == 0:
         return lambda: x
-    return ops.shifted(x, bound.index, bound.size, bound.group)
+    return ops.shifted(x, by, bound.index, bound.size, bound.group)
 
 
 def _merge(out: Tensor, lse: Tensor, new: Tensor, logs: Tensor) -> None:

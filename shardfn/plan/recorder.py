@@ -116,7 +116,7 @@ class PlanRecorder(Listener):
         self.blocks: dict[int, MemoryBlock] = {}
         self._references: dict[int, Any] = {}
         self._lock = threading.RLock()
-        self._on = False
+        self._on, self._repeats = False, 1
         self._begin()
 
     @contextlib.contextmanager
@@ -137,6 +137,10 @@ class PlanRecorder(Listener):
         """A context in which launches are not recorded."""
         return replaced(self, _on=False)
 
+    def repeated(self, times: int) -> Any:
+        """A context in which operations count as often, or not at all; memory is that of one time."""
+        return replaced(self, _repeats=times)
+
     def _begin(self) -> None:
         self.works, self.events, self.assumed, self.places = [], [], {}, LocationFinder()
         self._announced: deque[OpenWork] = deque()
@@ -153,14 +157,14 @@ class PlanRecorder(Listener):
             outs = [x for x in tensors_in(out) if x.device.type == self.kind]
             inputs = [x for x in tensors_in(args, kwargs) if x.device.type == self.kind]
             new = [x for x in (*outs, *inputs) if self._changed(x)]
-            counts = self._on and launches(func)
+            counts = self._on and self._repeats and launches(func)
             if not counts and not new:
                 return
             place = self.places.current_location(attribution.stage)
             if counts:
                 draft = self._open("compute", place)
-                draft.moved += traffic_of(func, args, kwargs, out)
-                if flops := flops_of(func, args, kwargs, out):
+                draft.moved += self._repeats * traffic_of(func, args, kwargs, out)
+                if flops := self._repeats * flops_of(func, args, kwargs, out):
                     draft.flops[str(inputs[0].dtype).removeprefix("torch.")] += flops
             for x in new:
                 self._hold(x, place)
@@ -252,8 +256,8 @@ class PlanRecorder(Listener):
             last = OpenWork(kind, stage, place.phase, stream, place.where, set(waits))
             self.works.append(last)
             self._date(stream, len(self.works) - 1, waits=False)
-        last.launches += 1
-        last.sent += sent
+        last.launches += self._repeats
+        last.sent += self._repeats * sent
         return last
 
     def _date(self, stream: int, position: int, waits: bool = True) -> None:

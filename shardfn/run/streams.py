@@ -52,7 +52,10 @@ class Stream:
         ValueError: there are no files, more lanes than files, or `block` or `lengths` are wrong.
 
     Example:
-        >>> stream = sf.run.Stream(sorted(Path("shards").glob("*.jsonl")), read_lines, lanes=8, block=1000)
+        >>> stream = Stream(["a.txt", "b.txt"], lambda path: iter([f"first of {path}", "second"]), lanes=2)
+        >>> len(stream.files)
+        2
+
     """
 
     files: Sequence[Any]

@@ -211,3 +211,33 @@ def test_masks_that_do_not_fit_are_refused(case: str) -> None:
     with pytest.raises(kind) as caught:
         parallel.attention(*drawn(HEADS)[:3], **options)
     assert message in str(caught.value)
+
+
+WINDOWS = [(window, balanced) for window in (1, 2, 9, 10, 17, 18, 40, 1000) for balanced in (False, True)]
+
+
+def hops() -> list[tuple[int, int]]:
+    """For each window, how often a rank sends keys in forward, and keys and gradients in both passes."""
+    mesh, found = sf.make_mesh(context=8, device="cpu"), []
+    q = torch.ones(1, 1, 16, 4)
+    for window, balanced in WINDOWS:
+        attend = partial(parallel.ring_attention, mask=parallel.Mask(window=window), balanced=balanced)
+
+        def loss(q: Tensor, k: Tensor, v: Tensor, attend: Any = attend) -> Tensor:
+            total: Tensor = attend(q, k, v, "context").sum()
+            return total
+
+        counts = []
+        for run in (loss, sf.grad(loss, (0, 1, 2))):
+            with sf.collectives.ledger() as log:
+                sf.shard_map(run, mesh=mesh, in_specs=..., out_specs=..., check=False)(q, q, q)
+            counts.append(log.count(op="ppermute"))
+        found.append((counts[0], counts[1]))
+    return found
+
+
+@pytest.mark.world(8, "fake")
+def test_keys_that_a_window_hides_from_all_are_not_sent(world: World) -> None:
+    steps = [min(7, 2 * -(-2 * (w - 1) // 16) if balanced else -(-(w - 1) // 16)) for w, balanced in WINDOWS]
+    assert steps[:6] == [0, 0, 1, 2, 1, 2]
+    assert world.run(hops)[0] == [(n, 2 * n + (n + 1 if n else 0)) for n in steps]
