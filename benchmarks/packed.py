@@ -103,7 +103,7 @@ def held(row: Row, rank: int, store: str | None = None) -> tuple[int, int, list[
             tracker.most = tracker.rounded = 0
             one.reset_counts()
             step(*args)
-            waits = one.synchronisations
+            waits = one.synchronizations
     return tracker.most, tracker.rounded, waits
 
 
