@@ -275,14 +275,20 @@ def setting(exact: int) -> dict[str, Any]:
     """The facts apart from the program that decide the bits of an exact run, under `"exact"`; empty for others."""
     if not exact:
         return {}
+    backends: Any = torch.backends
     return {
         "exact": {
             "parts": exact,
             "torch": torch.__version__,
             "processor": torch.backends.cpu.get_cpu_capability(),
             "threads": torch.get_num_threads(),
-            "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
+            "accelerator": torch.cuda.get_device_name() if torch.cuda.is_initialized() else "",
             "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-            "products of float32": torch.get_float32_matmul_precision(),
+            "workspace of cuBLAS": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""),
+            "products of float32": {
+                "cuBLAS": backends.cuda.matmul.fp32_precision,
+                "cuDNN": backends.cudnn.conv.fp32_precision,
+                "oneDNN": backends.mkldnn.matmul.fp32_precision,
+            },
         }
     }

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from shardfn.collectives import functional
+from shardfn.mesh.axes import device_of
 from shardfn.mesh.planned import planned
 from shardfn.mesh.scope import independent_axes, mesh_of, scope
 from shardfn.quoting import byte_count
@@ -37,9 +38,10 @@ def gathered_once(params: Mapping[str, Any], gathers: Mapping[str, Callable[...,
     sharded = len({flat.layout.grid for flat in shards}) == 1 and any(flat.layout.size > 1 for flat in shards)
     if not sharded or planned() or any(map(_stays, shards)):
         return params
-    grid, device = shards[0].layout.grid, shards[0].values.device
+    grid = shards[0].layout.grid
     nbytes = sum(flat.layout.total * flat.values.itemsize for flat in shards)
     mesh = mesh_of(grid, "generate")
+    device = device_of(mesh)  # where they are gathered, wherever they are kept
     with scope(mesh), torch.no_grad():
         lacks = torch.tensor(float(nbytes > SHARE * _free_bytes(device, len(grid.ranks))), device=device)
         axes = tuple(name for name, _ in grid.sizes if name not in independent_axes())

@@ -109,7 +109,8 @@ def bound_axis(axis: AxisName, where: str) -> Axis:
         raise TypeError(f"{callers.api_name(where)}: axis must be a name or a tuple of names, got {got}")
     if not axis:
         return ALONE
-    part = _scope.part
+    axes = axes_here()
+    part = _part_here(axes)
     if part is not None and set(part.axes) & set(as_names(axis)):
         if where == "fold_in" and set(part.axes) == set(as_names(axis)):
             return Axis(part.count, part.number, _PART)
@@ -117,7 +118,6 @@ def bound_axis(axis: AxisName, where: str) -> Axis:
             f"{callers.api_name(where)}: axis {axis!r} means nothing in an exact part of a batch, a function of its "
             f"own rows. Return (total, count) of these rows; accumulate adds over all parts"
         )
-    axes = axes_here()
     if axes is None:
         raise NameError(
             f"{callers.api_name(where)}: there is no mesh in scope, so the axis {axis!r} means nothing here. "
@@ -191,6 +191,7 @@ def mesh_of(grid: Grid, where: str) -> DeviceMesh:
 
 
 _PART = "part"
+_open_parts: list[tuple[int, Any, BatchPart]] = []  # of all ranks of this process: autograd's threads have no scope
 
 
 def is_part(axis: Axis) -> bool:
@@ -218,9 +219,34 @@ def inside_part() -> bool:
     return _scope.part is not None
 
 
-def in_part(part: BatchPart) -> Any:
-    """A context in which the program computes one part of a batch, and may not use these axes."""
-    return replaced(_scope, part=part)
+@contextlib.contextmanager
+def in_part(part: BatchPart) -> Iterator[None]:
+    """A context in which the program computes one part of a batch, and may not use these axes of the mesh in scope."""
+    axes = _scope.axes
+    assert axes is not None, "a part is one of the batch of a mesh"
+    entry = axes.number, axes.lane, part
+    _open_parts.append(entry)
+    try:
+        with replaced(_scope, part=part):
+            yield
+    finally:
+        _open_parts.remove(entry)
+
+
+def _part_here(axes: Axes | None) -> BatchPart | None:
+    """The part that the program computes; on an accelerator's autograd thread, the one whose backward runs there.
+
+    Backward blocks the thread that called it, so a rank has one part at a time.
+    """
+    if _scope.part is not None or axes is None or not _open_parts or not autograd.autograd_thread():
+        return _scope.part
+    parts = {lane: part for number, lane, part in list(_open_parts) if number == axes.number}
+    if parts and axes.lane not in parts and len({lane for _, lane in list(lanes.entered)}) > 1:
+        raise RuntimeError(
+            "an accelerator's autograd thread computes for several threads at once, and one of them computes exact "
+            "parts of a batch, so it is unknown which part this is: compute backward in one thread at a time"
+        )
+    return parts.get(axes.lane)
 
 
 def independent_along(names: tuple[str, ...]) -> Any:

@@ -192,7 +192,7 @@ def dots(trees: Sequence[Units], other: Units) -> Tensor:
     """The inner products of trees with one other, `[trees]`, as `vdot` computes them; the trees are not compared."""
     sources = [unit.values for leaves in (*trees, other) for unit in leaves.each if unit.trainable]
     numbers = 2 if any(x.is_complex() for x in sources) else 1
-    products: dict[str, Tensor] = {}
+    products: dict[str, dict[int, Tensor]] = {}
     for i, y in enumerate(other.each):
         for seg in y.segments if y.trainable else ():
 
@@ -464,13 +464,13 @@ def roots(tensors: list[Tensor], order: float, dtype: torch.dtype | None = None)
 
 
 def totals(
-    leaves: Units, local: dict[str, Tensor], length: Callable[[tuple[int, ...]], int], sources: list[Tensor]
+    leaves: Units, local: dict[str, dict[int, Tensor]], length: Callable[[tuple[int, ...]], int], sources: list[Tensor]
 ) -> dict[str, Tensor]:
     """Sums a vector for each trained parameter over the ranks that have shards of it.
 
     Args:
         leaves: the parameters.
-        local: this rank's vectors, by path, of `Unit.by_piece`; a missing one counts as zeros.
+        local: this rank's vectors, by path, of `Unit.by_piece`; missing ones count as zeros.
         length: length of the vector, from the parameter's whole shape.
         sources: the tensors from which vectors are made, on every rank; for derivatives.
     """
@@ -480,19 +480,23 @@ def totals(
         if unit.trainable:
             for axes, path, full_shape in spread(unit):
                 key = (unit.layout and unit.layout.grid, axes, wide(unit.values), home(unit), unit.exact)
-                groups.setdefault(key, {})[path] = length(full_shape) * (unit.exact or 1)
+                groups.setdefault(key, {})[path] = length(full_shape)
     for (grid, axes, dtype, device, exact), lengths in groups.items():
-        place = next((local[path].device for path in lengths if path in local), device)
+        vectors = {path: local.get(path, {}) for path in lengths}
+        place = next((x.device for by_number in vectors.values() for x in by_number.values()), device)
         zeros = torch.zeros(max(lengths.values()), dtype=dtype, device=place)
-        rows = [local[path].to(dtype) if path in local else zeros[:n] for path, n in lengths.items()]
+        rows = [
+            vectors[path][number].to(dtype) if number in vectors[path] else zeros[:n]
+            for number in range(exact or 1)
+            for path, n in lengths.items()
+        ]
         total = tied(torch.cat(rows).to(device), sources)
         if axes:
             with scope_of(grid, "a tree"):
                 total = functional.psum(total, axes)  # of exact sums one rank has a number, and all others zeros
-        vectors = total.split(list(lengths.values()))
         if exact:  # the sum of negative zeros is positive on several ranks
-            vectors = tuple(sum_of_pieces(x.view(exact, -1), exact) + 0.0 for x in vectors)
-        totals |= dict(zip(lengths, vectors, strict=True))
+            total = sum_of_pieces(total.view(exact, -1), exact) + 0.0
+        totals |= dict(zip(lengths, total.split(list(lengths.values())), strict=True))
     return totals
 
 

@@ -104,8 +104,9 @@ def _moved_and_back(
     if peers.group is None:  # nothing moves
         for index, block in enumerate(plan.blocks):
             for part in block.parts(peers.rank):
-                # Contiguous, as where it has moved: products of views with gaps may round otherwise.
-                local(index, part, 1).copy_(fn(block, local(index, part, 0).to(template.dtype).contiguous()))
+                # Memory of its own, as where it has moved: products of views may round otherwise.
+                copied = local(index, part, 0).to(template.dtype, copy=True, memory_format=torch.contiguous_format)
+                local(index, part, 1).copy_(fn(block, copied))
         return
     outgoing = [[local(n, part, 0).to(template.dtype) for n, part in parts] for parts in plan.sent]
     arrived = _exchanged(outgoing, plan.received, template, peers)

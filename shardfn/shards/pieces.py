@@ -129,13 +129,9 @@ class Unit(NamedTuple):
         """The number of pieces of its buffer over which sums are added by one tree; 0 if not; see `Placement.exact`."""
         return 0 if self.layout is None else self.layout.placement.exact
 
-    def by_piece(self, segment: Segment, f: Callable[[int, int], Tensor]) -> Tensor:
-        """The vector `f(start, stop)` of a segment; if sums are exact, one for its part of each piece of the buffer."""
-        if not self.exact or self.layout is None:
-            return f(segment.start, segment.stop)
-        vectors = {number: f(start, stop) for number, start, stop in self.exact_ranges(segment)}
-        zeros = torch.zeros_like(next(iter(vectors.values())))
-        return torch.cat([vectors.get(number, zeros) for number in range(self.exact)])
+    def by_piece(self, segment: Segment, f: Callable[[int, int], Tensor]) -> dict[int, Tensor]:
+        """The vectors `f(start, stop)` of a segment's ranges, by the number of the piece; see `exact_ranges`."""
+        return {number: f(start, stop) for number, start, stop in self.exact_ranges(segment)}
 
     def exact_ranges(self, segment: Segment) -> list[tuple[int, int, int]]:
         """A segment's ranges `(number, start, stop)` in pieces of the buffer; without exact sums the segment."""

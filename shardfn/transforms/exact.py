@@ -19,10 +19,11 @@ from shardfn.collectives import functional
 from shardfn.collectives.agree import agree
 from shardfn.collectives.capturing import capturing
 from shardfn.compat import dispatch, dynamo, functorch, process_groups
+from shardfn.mesh.axes import device_of
 from shardfn.mesh.exact import order, split_bases, sum_of_pieces
 from shardfn.mesh.grid import Axis
 from shardfn.mesh.planned import planned
-from shardfn.mesh.scope import BatchPart, current_axes, in_part, inside_part, scope_of
+from shardfn.mesh.scope import BatchPart, current_axes, in_part, inside_part, mesh_of, scope_of
 from shardfn.shards.layout import Layout
 from shardfn.shards.random import mixed
 from shardfn.tiers.streaming import in_place
@@ -50,6 +51,7 @@ def part_by_part(
     _refuse_transforms(name, params)
     wrapped = Variables(params)
     layout, axes = _common(wrapped, name)
+    _require_deterministic_kernels(device_of(mesh_of(layout.grid, name)), name)
     exact, ranks = layout.placement.exact, layout.grid.size(axes)
     count = exact // ranks
     _log_once(exact, ranks)
@@ -59,7 +61,8 @@ def part_by_part(
     first = _index(layout, axes) * count
     variables = [value.detach().requires_grad_() for value in wrapped.values]
     results: dict[int, tuple[Tensor, Any, Any]] = {}
-    with torch.enable_grad(), Step(variables) as step, paused(), _restored_random_numbers(variables):
+    in_scope = scope_of(layout.grid, name) if current_axes() is None else contextlib.nullcontext()
+    with in_scope, torch.enable_grad(), Step(variables) as step, paused(), _restored_random_numbers(variables):
         step.parts = Parts(split_bases(exact, ranks)[1])
         for number in order(exact, ranks):
             part = BatchPart(axes, first + number, exact)
@@ -77,7 +80,7 @@ def part_by_part(
         every = _of_all_parts(auxes, axes, program_ranks(params), values[0].device, name)
         gradients = unshared(totals([None] * len(variables), collected, variables, wrapped.layouts))
     if rows is not None:
-        in_place(gradients, lambda xs: _divided_by_rows(xs, rows))
+        in_place(gradients, _divide_by_rows(rows))
         total = (total / rows).to(total.dtype)
     return total, every, wrapped.gradient(gradients), count
 
@@ -105,6 +108,18 @@ def _refuse_transforms(name: str, params: Any) -> None:
         raise RuntimeError(
             f'accumulate({name}, micro="exact"): exact sums are not supported under a transform of torch.func, or '
             f"where something outside differentiates. For that, shard the parameters by a strategy without with_exact"
+        )
+
+
+def _require_deterministic_kernels(device: torch.device, name: str) -> None:
+    """Raises RuntimeError on a CUDA device whose kernels may add in another order every time."""
+    if device.type != "cuda":
+        return
+    if not torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.benchmark:
+        raise RuntimeError(
+            f'accumulate({name}, micro="exact"): CUDA kernels must be deterministic: set '
+            f"CUBLAS_WORKSPACE_CONFIG=:4096:8 before the program starts, call "
+            f"torch.use_deterministic_algorithms(True), and leave torch.backends.cudnn.benchmark False"
         )
 
 
@@ -190,7 +205,14 @@ def _one_part(
 def _tensors(counts: Sequence[Any], device: torch.device, name: str) -> list[Tensor]:
     if any(count is None for count in counts):
         raise ValueError(f"accumulate: {name} must return (total, count) for every part or for none")
-    return [torch.as_tensor(count, dtype=torch.float64, device=device) for count in counts]
+    return [_on(device, count, torch.float64) for count in counts]
+
+
+def _on(device: torch.device, x: Any, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor or number on a device, for which the host does not wait."""
+    if isinstance(x, Tensor):
+        return x.to(device, dtype, non_blocking=True)
+    return torch.full((), x, dtype=torch.as_tensor(x).dtype if dtype is None else dtype, device=device)
 
 
 def _sum_over_parts(values: Sequence[Tensor], axes: tuple[str, ...], exact: int) -> Tensor:
@@ -216,7 +238,7 @@ def _of_all_parts(
         raise ValueError(
             f'accumulate({name}, micro="exact"): the aux of each part must have the same shapes and dtypes'
         )
-    columns = [torch.stack([torch.as_tensor(x, device=device) for x in column]) for column in zip(*leaves, strict=True)]
+    columns = [torch.stack([_on(device, x) for x in column]) for column in zip(*leaves, strict=True)]
     gathered = [functional.all_gather(column, axes, to="invariant").unbind() for column in columns]
     return [optree.tree_unflatten(trees[0], row) for row in zip(*gathered, strict=True)]
 
@@ -237,7 +259,18 @@ def _described(x: Any) -> str:
     return f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
 
 
-def _divided_by_rows(xs: list[Tensor], count: Tensor) -> None:
-    for x in xs:  # in float32 if its own dtype has 16 bits, in which a count may be infinite
-        dtype = x.dtype if x.dtype.itemsize > 2 else torch.float32
-        x.copy_(x.to(dtype) / count.to(x.device, dtype))
+def _divide_by_rows(count: Tensor) -> Callable[[list[Tensor]], None]:
+    """A function that divides tensors in place: those of 16 bits in float32, as a count may be infinite in theirs."""
+
+    @functools.cache
+    def count_on(device: torch.device, dtype: torch.dtype) -> Tensor:
+        return count.to(device, dtype)
+
+    def divide(xs: list[Tensor]) -> None:
+        for x in xs:
+            if x.dtype.itemsize > 2:
+                x.div_(count_on(x.device, x.dtype))
+            else:
+                x.copy_(x.float() / count_on(x.device, torch.float32))
+
+    return divide

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import torch.utils.checkpoint as checkpoint_of_torch
 from torch import Tensor, nn
 
 import shardfn as sf
@@ -22,7 +23,7 @@ import shardfn.optim as so
 from shardfn import P, checkpoint, interop, lora, quant
 from shardfn.cli import main
 from shardfn.mesh import exact
-from shardfn.testing import World
+from shardfn.testing import World, simulated
 from shardfn.testing import world as started
 from tests.heard import heard
 from tests.models import DATA, STRATEGIES, data_mesh
@@ -437,6 +438,88 @@ def addresses_of_parts() -> list[tuple[int, int, int, bool]]:
 def test_the_rows_of_a_part_are_aligned_in_memory_of_their_own(world: World) -> None:
     """Kernels round differently at another alignment, or by what lies beside the rows; not all of them, everywhere."""
     assert world.run(addresses_of_parts) == [[(0, 0, 0, True)] * (PARTS // 2)] * 2
+
+
+def with_own_noise(device: str, way: str, scoped: bool = True) -> list[float]:
+    """Value and gradients where a function draws by the part's number, and runs again in backward."""
+    n = dist.get_world_size() if dist.is_initialized() else 1
+    mesh = sf.make_mesh(device=device, replica=1, shard=n)
+
+    def noisy(x: Tensor) -> Tensor:
+        return x * torch.full_like(x, sf.fold_in(7, 0, DATA).initial_seed() % 1000)  # which backward reads
+
+    layer = sf.stage(lambda p, x: noisy(torch.tanh(x @ p["w"])), remat=way == "remat")
+    last = sf.stage(lambda p, x: torch.tanh(x @ p["w"]))
+
+    def loss(p: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = layer(p[0], x)
+        x = checkpoint_of_torch.checkpoint(noisy, x, use_reentrant=False) if way == "checkpoint" else noisy(x)
+        return last(p[1], x / 1e5).square().sum(), torch.ones((), device=x.device)
+
+    params = sf.shard([{"w": drawn(8, 8, seed=i)} for i in range(2)], mesh, STRATEGIES["full_shard"].with_exact(4))
+    rows = drawn(8, 8, seed=9).to(device).chunk(n)[mesh.get_rank() if n > 1 else 0]
+
+    def step(params: Any, x: Tensor) -> Any:
+        return sf.accumulate(loss, x, micro="exact")(params)
+
+    if scoped:
+        step = sf.shard_map(step, mesh=mesh, in_specs=(..., P(DATA)), out_specs=(P(), ...))
+    value, grads = step(params, rows)
+    return [float(x.sum()) for x in (value, *optree.tree_leaves(sf.unshard(grads)))]
+
+
+def with_own_noise_on_a_device(way: str) -> list[float]:
+    with simulated(1, values=True) as device:
+        return with_own_noise(device.name, way)
+
+
+@pytest.mark.central
+@pytest.mark.parametrize("way", ["remat", "checkpoint", "kept"])
+def test_what_runs_again_on_a_thread_of_autograd_knows_its_part(way: str) -> None:
+    (wanted,) = started(1, "alone").run(with_own_noise, "cpu", "kept")
+    (found,) = started(1, "alone").run(with_own_noise_on_a_device, way)
+    assert worst(abs(x - y) / abs(y) for x, y in zip(found, wanted, strict=True)) < 1e-6
+
+
+@pytest.mark.parametrize("way", ["remat", "kept"])
+def test_stages_know_their_part_without_shard_map(way: str) -> None:
+    (wanted,) = started(1, "alone").run(with_own_noise, "cpu", "kept")
+    assert started(2, "processes").run(with_own_noise, "cpu", way, False) == [wanted] * 2
+
+
+def norms_on_a_device(parts: int) -> int:
+    """The operations of clipping by the norm of 40 parameters."""
+    with simulated(4) as device:
+        mesh = sf.make_mesh(device=device.name, shard=4)
+        tree = [{f"p{i}": torch.randn(8, 8) for i in range(10)} for _ in range(4)]
+        params = sf.shard(tree, mesh, sf.full_shard("shard").with_exact(parts))
+        device.reset_counts()
+        so.global_norm(params)
+        return device.operations.total()
+
+
+def test_exact_norms_take_few_more_operations() -> None:
+    (usual,) = started(1, "alone").run(norms_on_a_device, 0)
+    (exact,) = started(1, "alone").run(norms_on_a_device, 8)
+    assert exact < usual + 10
+
+
+def waits_of_a_step() -> list[Any]:
+    with simulated(1, values=True) as device:
+        mesh = sf.make_mesh(device=device.name, replica=1, shard=1)
+        params = sf.shard(net(), mesh, STRATEGIES["full_shard"].with_exact(PARTS))
+        batch = torch.zeros(ROWS, LENGTH, dtype=torch.int64, device=device.name)
+        step = sf.shard_map(
+            lambda p, t: sf.accumulate(of_rows, t, micro="exact")(p), mesh=mesh, in_specs=(..., P(DATA)), out_specs=...
+        )
+        step(params, batch)
+        device.reset_counts()
+        step(params, batch)
+        return [(one.where, one.times) for one in device.synchronizations]
+
+
+def test_the_host_waits_for_no_count() -> None:
+    assert started(1, "alone").run(waits_of_a_step) == [[]]
 
 
 @pytest.mark.world(4, "processes")
