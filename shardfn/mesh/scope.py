@@ -221,7 +221,7 @@ def inside_part() -> bool:
 
 @contextlib.contextmanager
 def in_part(part: BatchPart) -> Iterator[None]:
-    """A context in which the program computes one part of a batch, and may not use these axes of the mesh in scope."""
+    """A context in which the program computes one part of a batch; the part's axes are those of the mesh in scope."""
     axes = _scope.axes
     assert axes is not None, "a part is one of the batch of a mesh"
     entry = axes.number, axes.lane, part
@@ -243,8 +243,8 @@ def _part_here(axes: Axes | None) -> BatchPart | None:
     parts = {lane: part for number, lane, part in list(_open_parts) if number == axes.number}
     if parts and axes.lane not in parts and len({lane for _, lane in list(lanes.entered)}) > 1:
         raise RuntimeError(
-            "an accelerator's autograd thread computes for several threads at once, and one of them computes exact "
-            "parts of a batch, so it is unknown which part this is: compute backward in one thread at a time"
+            "an autograd thread computes for several threads, one of them exact parts of a batch, so it is unknown "
+            "which part this is: compute backward in one thread at a time"
         )
     return parts.get(axes.lane)
 

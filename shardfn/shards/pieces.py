@@ -10,7 +10,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import optree
 import torch
@@ -25,6 +25,8 @@ from shardfn.shards.layout import FlatShard, Layout, is_flat
 from shardfn.shards.placement import Tiers
 from shardfn.tiers import copying, placing
 from shardfn.tiers.streaming import in_place
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -319,9 +321,24 @@ def cuts_within(
     ]
 
 
+def _neighbors_by_key(items: Iterable[T], key: Callable[[T], Any]) -> list[tuple[Any, list[T]]]:
+    """Neighbors with equal keys, as `(key, items)`; keys compare tensors by identity, as the host knows no numbers."""
+    return [
+        (pairs[0][0], [item for _, item in pairs])
+        for _, group in itertools.groupby(((key(item), item) for item in items), lambda pair: _identified(pair[0]))
+        if (pairs := list(group))
+    ]
+
+
+def _identified(key: Any) -> Any:
+    if isinstance(key, tuple):
+        return tuple(map(_identified, key))
+    return ("tensor", id(key)) if isinstance(key, Tensor) else key
+
+
 def runs(unit: Unit, key: Callable[[Segment], Any]) -> list[tuple[Any, int, int]]:
     """The fewest ranges of a unit in which all parameters have the same key: `(key, start, stop)`."""
-    groups = [(k, list(segments)) for k, segments in itertools.groupby(unit.segments, key)]
+    groups = _neighbors_by_key(unit.segments, key)
     if len(groups) == 1:
         return [(groups[0][0], 0, unit.values.numel())]  # including the padding between parameters
     return [(k, segments[0].start, segments[-1].stop) for k, segments in groups]
@@ -334,7 +351,7 @@ def stretches(unit: Unit, key: Callable[[str, tuple[int, ...]], Any]) -> list[tu
     """
     layout, n = unit.layout, unit.values.numel()
     assert layout is not None, "a plain tensor has no parts"
-    by_key = itertools.groupby(unit.entries, lambda number: key(unit.path(number), layout.whole_shape(number)))
+    by_key = _neighbors_by_key(unit.entries, lambda number: key(unit.path(number), layout.whole_shape(number)))
     groups = [(k, tuple(numbers)) for k, numbers in by_key]
     if len(groups) == 1:
         return [(groups[0][0], unit.entries, 0, n)]  # including the padding between parameters

@@ -117,8 +117,7 @@ def _require_deterministic_kernels(device: torch.device, name: str) -> None:
         return
     if not torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.benchmark:
         raise RuntimeError(
-            f'accumulate({name}, micro="exact"): CUDA kernels must be deterministic: set '
-            f"CUBLAS_WORKSPACE_CONFIG=:4096:8 before the program starts, call "
+            f'accumulate({name}, micro="exact"): CUDA kernels must be deterministic: call '
             f"torch.use_deterministic_algorithms(True), and leave torch.backends.cudnn.benchmark False"
         )
 
@@ -205,10 +204,10 @@ def _one_part(
 def _tensors(counts: Sequence[Any], device: torch.device, name: str) -> list[Tensor]:
     if any(count is None for count in counts):
         raise ValueError(f"accumulate: {name} must return (total, count) for every part or for none")
-    return [_on(device, count, torch.float64) for count in counts]
+    return [_tensor_on(device, count, torch.float64) for count in counts]
 
 
-def _on(device: torch.device, x: Any, dtype: torch.dtype | None = None) -> Tensor:
+def _tensor_on(device: torch.device, x: Any, dtype: torch.dtype | None = None) -> Tensor:
     """A tensor or number on a device, for which the host does not wait."""
     if isinstance(x, Tensor):
         return x.to(device, dtype, non_blocking=True)
@@ -238,7 +237,7 @@ def _of_all_parts(
         raise ValueError(
             f'accumulate({name}, micro="exact"): the aux of each part must have the same shapes and dtypes'
         )
-    columns = [torch.stack([_on(device, x) for x in column]) for column in zip(*leaves, strict=True)]
+    columns = [torch.stack([_tensor_on(device, x) for x in column]) for column in zip(*leaves, strict=True)]
     gathered = [functional.all_gather(column, axes, to="invariant").unbind() for column in columns]
     return [optree.tree_unflatten(trees[0], row) for row in zip(*gathered, strict=True)]
 

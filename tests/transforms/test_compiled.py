@@ -141,16 +141,28 @@ class Net(nn.Module):
         return out
 
 
-def module() -> Setting:
+def module(stages: Any = None) -> Setting:
     torch.manual_seed(0)
     mesh, optimizer = mesh_here(), so.ema(so.sgd(0.1, momentum=0.9), 0.9)  # Adam's quotients amplify rounding
-    model = interop.functional(Net().double())
+    model = interop.functional(Net().double(), stages)
     params = model.shard(mesh, STRATEGIES["full_shard"])
 
     def loss(params: Any, x: Tensor) -> Tensor:
         return sf.pmean(model(params, x).square().mean(), DATA)
 
     return stepping(loss, optimizer, mesh), params, optimizer.init(params)
+
+
+BY_LAYER = {r"layers\.0": {"remat": [torch.ops.aten.mm.default]}, r"layers\.1": {"remat": True, "reshard": False}}
+
+
+def rate_of_parameter(path: str, shape: tuple[int, ...]) -> Any:
+    """A schedule for each parameter, as layer-wise decay of the rate with a warm-up has."""
+    return lambda step: 1e-2 * (len(shape) + path.count("1")) / (1 + step)
+
+
+def decay_of_matrices(path: str, shape: tuple[int, ...]) -> float:
+    return 0.1 * (len(shape) > 1)
 
 
 STRATEGY_OPTIONS: dict[str, dict[str, Any]] = {
@@ -185,6 +197,11 @@ PROGRAMS: dict[str, Callable[[], Setting]] = {
     "sgd": lambda: of_blocks(optimizer=lambda: so.sgd(0.1, momentum=0.9)),
     "adam, pure": lambda: of_blocks(optimizer=lambda: so.adam(1e-2, donate=False)),
     "lion": lambda: of_blocks(optimizer=lambda: so.lion(lambda step: 1e-2 / step)),
+    "rules": lambda: of_blocks(optimizer=lambda: so.adamw(rate_of_parameter, weight_decay=decay_of_matrices)),
+    "rules of lamb": lambda: of_blocks(optimizer=lambda: so.lamb(
+        rate_of_parameter, b1=lambda path, shape: 0.8 + 0.1 * (len(shape) > 1))),
+    "clipped by group": lambda: of_blocks(optimizer=lambda: so.chain(
+        so.clip_by_global_norm(0.1, by=lambda path, shape: str(len(shape))), so.sgd(rate_of_parameter, momentum=0.9))),
     "clipped": lambda: of_blocks(optimizer=lambda: so.chain(so.clip_by_global_norm(0.1), so.adamw(1e-2))),
     **{
         name: functools.partial(of_blocks, optimizer=make)
@@ -200,6 +217,7 @@ PROGRAMS: dict[str, Callable[[], Setting]] = {
     "frozen": lambda: of_blocks(optimizer=lambda: so.sgd(0.1, momentum=0.9), frozen=r".*\.b"),
     "tensor": by_tensor,
     "module": module,
+    "module, options by layer": lambda: module(BY_LAYER),
 }  # fmt: skip
 
 
