@@ -193,6 +193,8 @@ class TraceRecorder(modes.Watching):
             effect = "union"
         backward = autograd.inside_backward()
         parent = self.values.node_of(x)
+        if x.requires_grad and not backward and not self.values.follows(x):  # the result of a custom Function
+            self.trace.unfollowed = True
         node_id = self.values.add(
             Node(name, (parent,), self.values.site(), effect, axes, backward=backward,
                  records=torch.is_grad_enabled() and ops.differentiable(y), like=like_of(y), about=takes)

@@ -82,6 +82,7 @@ def part_with(names: Sequence[str], available: Iterable[str]) -> str:
 # --- what differs ---
 
 
+_HYPERPARAMETER = re.compile(r"\bnumbers\.\w+$")
 _ROOM = 300  # characters for each kind of difference in a message
 _TENSORS = {"int": "int64 []", "float": "float64 []"}  # what compiled and graphed steps make of numbers
 
@@ -117,6 +118,11 @@ class Differences:
             lines = [f"{name} is {stored} there, {expected} in the tree" for name, (stored, expected) in pairs.items()]
             if lines:
                 sentences.append(f"of another {aspect}: {listed(lines, room=_ROOM)}")
+        if any(_HYPERPARAMETER.search(name) for name in (*self.missing, *self.extra)):
+            sentences.append(
+                "an optimizer's state has its plain numbers, and no rules or schedules: to change one for the other, "
+                "pass " + ("strict=False" if self.missing else r"ignore=r'.*\bnumbers\.\w+'")
+            )
         return findings(sentences) or "nothing differs"
 
 

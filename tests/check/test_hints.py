@@ -114,6 +114,22 @@ def of_a_module(name: str) -> list[str]:
     return heard(step, params, normal(4, 4, seed=5).chunk(mesh.size())[mesh.get_rank()].requires_grad_())
 
 
+def to_a_collective() -> list[str]:
+    """The result of a custom Function goes to ranks as it is."""
+    mesh = sf.make_mesh(data=-1, device="cpu")
+    params = sf.shard({"w": normal(4, 4, seed=1)}, mesh, sf.full_shard("data"))
+    layer = sf.stage(lambda p, x: sf.all_to_all(Doubled.apply(x @ p["w"]), "data", split_dim=0, concat_dim=1))
+    step = sf.shard_map(
+        sf.grad(lambda p, x: sf.psum(layer(p, x).square().sum(), "data")),
+        mesh=mesh, in_specs=(..., P("data")), out_specs=...,
+    )  # fmt: skip
+    return heard(step, params, normal(4, 4, seed=5).chunk(mesh.size())[mesh.get_rank()])
+
+
+def test_nothing_is_told_where_ranks_get_what_the_record_does_not_follow() -> None:
+    assert world(2).run(to_a_collective)[0] == []
+
+
 @pytest.mark.parametrize("name", USING)
 def test_nothing_is_told_where_the_record_does_not_follow_autograd(name: str) -> None:
     assert world(2).run(of_a_module, name)[0] == []

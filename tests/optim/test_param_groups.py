@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -173,3 +174,27 @@ def test_groups_of_rules_hold_what_trains() -> None:
         ([id(module[0].bias), id(module[1].bias)], 0.1, (0.5, 0.999)),
         ([id(module[1].weight)], 0.2, (0.5, 0.999)),
     ]
+
+
+def number_then_rule(folder: str) -> list[str]:
+    """The errors of states that are loaded across; as these advise, they go on."""
+    params, rule = {"w": torch.ones(2, 2)}, lambda path, shape: 0.1
+    number, by_rule = so.adamw(0.1), so.adamw(rule, weight_decay=0.1)
+    sf.checkpoint.save(f"{folder}/0", number.init(params))
+    sf.checkpoint.save(f"{folder}/1", by_rule.init(params))
+    found = []
+    ways: list[dict[str, Any]] = [{"ignore": r".*\bnumbers\.\w+"}, {"strict": False}]
+    for i, (other, way) in enumerate(zip((by_rule, number), ways, strict=True)):
+        with pytest.raises(sf.checkpoint.CheckpointError) as caught:
+            sf.checkpoint.load(f"{folder}/{i}", other.init(params))
+        found.append(str(caught.value))
+        state = sf.checkpoint.load(f"{folder}/{i}", other.init(params), **way)
+        other.step(params, params, state)
+    return found
+
+
+@pytest.mark.world(1)
+def test_a_number_is_replaced_by_a_rule_where_a_run_goes_on(world: World, tmp_path: Path) -> None:
+    (found,) = world.run(number_then_rule, str(tmp_path))
+    assert found[0].endswith(r"no rules or schedules: to change one for the other, pass ignore=r'.*\bnumbers\.\w+'")
+    assert found[1].endswith("no rules or schedules: to change one for the other, pass strict=False")
