@@ -449,7 +449,7 @@ def packed_losses() -> dict[str, float]:
         logits = lm(params, **inputs).logits
         total, count = summed(logits, own), (own != -100).sum()
         changed, _ = lm.cut({**batch, "input_ids": batch["input_ids"].where(batch["position_ids"] < 0, 1)})
-        others = inputs["attention_mask"][:, 0][:, sf.parallel.positions(LENGTH, "context", balanced=True)] != 2
+        others = inputs["attention_mask"].flatten(1)[:, sf.parallel.positions(LENGTH, "context", balanced=True)] != 2
         mixed = {**inputs, "input_ids": inputs["input_ids"].where(others, changed["input_ids"])}
         moved = (lm(params, **mixed).logits - logits).abs().amax(-1)
         return {
@@ -562,7 +562,7 @@ def test_arguments_are_made_from_whole_rows() -> None:
     documents = torch.stack([packed(3, 5), packed(8)])
     inputs, labels = lm.cut({"input_ids": ids, "documents": documents, "attention_mask": torch.ones_like(ids)})
     assert inputs["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4], [*range(8)]]
-    assert inputs["attention_mask"].tolist() == [[[1, 1, 1, 2, 2, 2, 2, 2]], [[1] * 8]]
+    assert inputs["attention_mask"].flatten(1).tolist() == [[1, 1, 1, 2, 2, 2, 2, 2], [1] * 8]
     assert labels is not None
     assert labels[0].tolist() == [*ids[0, 1:3].tolist(), -100, *ids[0, 4:].tolist(), -100]
     assert labels[1].tolist() == [*ids[1, 1:].tolist(), -100]
