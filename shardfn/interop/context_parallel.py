@@ -345,7 +345,9 @@ def _numbering_of(module: nn.Module) -> _Numbering:
         padding = getattr(m, "padding_idx", None)
         if isinstance(padding, int) and (hasattr(m, make) or hasattr(sys.modules[type(m).__module__], make)):
             return _Numbering(padding + 1, padding)
-        if isinstance(m, nn.Embedding) and "attention_mask" in inspect.signature(m.forward).parameters:
+        tables = [child for child in m.children() if isinstance(child, nn.Embedding)]
+        masked = any("attention_mask" in inspect.signature(table.forward).parameters for table in tables)
+        if masked and "cumsum" in inspect.unwrap(type(m).forward).__code__.co_names:
             return _Numbering(0, "masked")
     return _Numbering()
 

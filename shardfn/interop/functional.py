@@ -434,16 +434,18 @@ class Functional:
         Args:
             batch: `[b, t]`, the same on all ranks along `context`: `input_ids` or `inputs_embeds`; if there are any,
                 `attention_mask`, `position_ids`, `token_type_ids`, `labels`, and `documents`, ids of the documents of
-                tokens. Without `documents`, these begin where `position_ids` jump, as in `transformers`.
+                tokens, one for each run of them. Without `documents`, these begin where `position_ids` jump, as in `transformers`.
 
         Returns:
-            The arguments of the call, and the labels: for a causal language model those of the next token, made from
-            `input_ids` if there are none; -100 where there is no loss. Divide the sum of losses by the `psum` of the
-            number of labels.
+            The arguments of the call, and the labels: if the module's loss is that of a causal language model, those of
+            the next token, made from `input_ids` if there are none; -100 at padding, the end of documents and where
+            there is no loss. Divide the sum of losses by the `psum` of the number of labels.
 
         Raises:
-            TypeError: the model has no `context`; or the batch has something that is not by token.
-            ValueError: shapes differ; or positions jump in rows that also have padding.
+            TypeError: the model has no `context`; the batch has something that is not by token; or labels, where the
+                module's loss does not tell whether these are of the next token.
+            ValueError: shapes differ, or ranks along `context` have different rows; positions jump in rows that also
+                have padding, or are so long that rotary frequencies change; or an id of a document returns.
 
         Example:
             ``inputs, labels = model.cut({"input_ids": tokens, "documents": ids})``, then
