@@ -92,7 +92,8 @@ class ContextParallel:
         accepts = "use_cache" in self.parameters or any(
             p.kind is p.VAR_KEYWORD for p in inspect.signature(module.forward).parameters.values()
         )
-        caches = "use_cache" in self.parameters or getattr(module.config.get_text_config(), "use_cache", False)
+        config: Any = module.config
+        caches = "use_cache" in self.parameters or getattr(config.get_text_config(), "use_cache", False)
         self.uncached = {"use_cache": False} if accepts and caches else {}
         self.numbering = _numbering_of(module)
         self.stretches_from = min(map(_original_length, filter(stretches_rope, module.modules())), default=None)
@@ -316,7 +317,7 @@ def _shifts_labels(module: Any) -> bool | None:
     """Whether the loss of a model compares outputs with the labels of the next token; None if that is not known."""
     from transformers.loss import loss_utils
 
-    loss, kind = vars(module).get("_loss_function"), getattr(module, "loss_type", None)
+    loss, kind = vars(module).get("_loss_function"), getattr(module, "loss_type", None) or ""
     named = kind in ("ForCausalLM", "ForMaskedLM", "ForTokenClassification")
     if loss is None and (named or "loss_function" in inspect.unwrap(type(module).forward).__code__.co_names):
         loss = loss_utils.LOSS_MAPPING.get(kind, loss_utils.ForCausalLMLoss)  # as `PreTrainedModel.loss_function`
@@ -385,7 +386,7 @@ def _padded(x: Tensor, length: int, value: float) -> Tensor:
 
 
 def _real_tokens(attention_mask: Tensor) -> Tensor:
-    """Where tokens are no padding, on the CPU."""
+    """The tokens that are no padding, on the CPU."""
     found = attention_mask.cpu()
     if dispatch.readable(found) and bool(found.numel()) and bool(((found != 0) & (found != 1)).any()):
         raise ValueError(

@@ -434,7 +434,8 @@ class Functional:
         Args:
             batch: `[b, t]`, the same on all ranks along `context`: `input_ids` or `inputs_embeds`; if there are any,
                 `attention_mask`, `position_ids`, `token_type_ids`, `labels`, and `documents`, ids of the documents of
-                tokens, one for each run of them. Without `documents`, these begin where `position_ids` jump, as in `transformers`.
+                tokens, one for each run of them. Without `documents`, these begin where `position_ids` jump, as in
+                `transformers`.
 
         Returns:
             The arguments of the call, and the labels: if the module's loss is that of a causal language model, those of

@@ -609,7 +609,7 @@ def padded_rows() -> dict[str, Tensor]:
     return {"input_ids": tokens().where(real != 0, 0), "attention_mask": real}
 
 
-SMALL_GPT2 = {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "attn_pdrop": 0.0, "vocab_size": VOCABULARY}
+SMALL_GPT2: dict[str, Any] = {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "attn_pdrop": 0.0, "vocab_size": VOCABULARY}
 NUMBERED: dict[str, tuple[Any, list[int]]] = {
     "Roberta": (lambda: made("Roberta", "RobertaForMaskedLM", **MODELS["bert"][1]), [*[0] * 13, *range(1, 20)]),
     "OPT": (lambda: made("OPT", ffn_dim=48, word_embed_proj_dim=32), [*[-1] * 13, *range(19)]),
@@ -640,7 +640,8 @@ def test_positions_restart_with_documents_where_the_module_counts_from_its_paddi
 def other_numbering() -> str:
     mesh = sf.make_mesh(context=2, device="cpu")
     lm = functional(NUMBERED["Roberta"][0](), context="context", min_stage_params=512)
-    lm._context.numbering = type(lm._context.numbering)()
+    context: Any = lm._context
+    context.numbering = type(context.numbering)()
     params = lm.shard(mesh, sf.full_shard("context"))
 
     def run(params: Any, ids: Any) -> Any:
@@ -707,7 +708,7 @@ def test_losses_of_routers_are_refused_with_the_arguments_of_cut() -> None:
         lm(lm.tree, **inputs, output_router_logits=False)
 
 
-DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}
+DYNAMIC: dict[str, Any] = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}
 
 
 def wrong_rows() -> list[str]:
