@@ -289,7 +289,7 @@ class ContextParallel:
 
     def _values_by_token(self, out: Any) -> list[Tensor]:
         """The floating-point values of an output, `[1, t, ...]`."""
-        found = []
+        values = []
         for x in Forms().flatten(out)[0]:
             if not isinstance(x, Tensor) or not x.is_floating_point():
                 continue
@@ -299,8 +299,8 @@ class ContextParallel:
                     f"{self.name}: returns a value of shape {tuple(x.shape)} for {_PROBED} tokens, which is not by "
                     f"token, such as a pooled one: no rank has whole rows. Take the model without its pooling head"
                 )
-            found.append(x if dim else x[None])
-        return found
+            values.append(x if dim else x[None])
+        return values
 
 
 def _models(module: nn.Module) -> list[Any]:
@@ -355,15 +355,15 @@ def _numbering_of(module: nn.Module) -> _Numbering:
 
 def _original_length(m: Any) -> int:
     """The length from which the rotary frequencies of a module depend on the longest position."""
-    found = m.config.rope_parameters
-    lengths = [x.get("original_max_position_embeddings") for x in (found, *found.values()) if isinstance(x, dict)]
+    rope = m.config.rope_parameters
+    lengths = [x.get("original_max_position_embeddings") for x in (rope, *rope.values()) if isinstance(x, dict)]
     return min(x for x in (*lengths, m.original_max_seq_len) if x is not None)
 
 
 def _listed_ids(config: Any, key: str) -> list[int]:
     """The ids of tokens at a key of a configuration, which has one, several or none."""
-    found = getattr(config, key, None)
-    return [x for x in (found if isinstance(found, (list, tuple)) else [found]) if isinstance(x, int) and x >= 0]
+    ids = getattr(config, key, None)
+    return [x for x in (ids if isinstance(ids, (list, tuple)) else [ids]) if isinstance(x, int) and x >= 0]
 
 
 def _window_of(config: Any) -> int | None:
@@ -387,13 +387,13 @@ def _padded(x: Tensor, length: int, value: float) -> Tensor:
 
 def _real_tokens(attention_mask: Tensor) -> Tensor:
     """The tokens that are no padding, on the CPU."""
-    found = attention_mask.cpu()
-    if dispatch.readable(found) and bool(found.numel()) and bool(((found != 0) & (found != 1)).any()):
+    mask = attention_mask.cpu()
+    if dispatch.readable(mask) and bool(mask.numel()) and bool(((mask != 0) & (mask != 1)).any()):
         raise ValueError(
-            f"cut: attention_mask must be 0 at padding and 1 elsewhere, got {found.max().item()}. Pass ids of "
+            f"cut: attention_mask must be 0 at padding and 1 elsewhere, got {mask.max().item()}. Pass ids of "
             f"documents as documents="
         )
-    return found != 0
+    return mask != 0
 
 
 def _document_runs(documents: Tensor, real: Tensor) -> Tensor:

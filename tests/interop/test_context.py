@@ -609,7 +609,14 @@ def padded_rows() -> dict[str, Tensor]:
     return {"input_ids": tokens().where(real != 0, 0), "attention_mask": real}
 
 
-SMALL_GPT2: dict[str, Any] = {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "attn_pdrop": 0.0, "vocab_size": VOCABULARY}
+SMALL_GPT2: dict[str, Any] = {
+    "n_positions": 64,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "attn_pdrop": 0.0,
+    "vocab_size": VOCABULARY,
+}
 NUMBERED: dict[str, tuple[Any, list[int]]] = {
     "Roberta": (lambda: made("Roberta", "RobertaForMaskedLM", **MODELS["bert"][1]), [*[0] * 13, *range(1, 20)]),
     "OPT": (lambda: made("OPT", ffn_dim=48, word_embed_proj_dim=32), [*[-1] * 13, *range(19)]),
