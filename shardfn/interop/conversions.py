@@ -299,3 +299,10 @@ def _library() -> Any:
             f"checkpoint.import_hf and checkpoint.export_hf with names= of your own"
         ) from error
     return SimpleNamespace(**parts)
+
+
+def stretches_rope(m: nn.Module) -> bool:
+    """Whether a module recomputes its rotary frequencies for longer texts, and keeps the length in attributes."""
+    kinds = getattr(m, "rope_type", ""), *getattr(m, "rope_types", ())
+    flat = [kind_name for kind in kinds for kind_name in (kind.values() if isinstance(kind, dict) else [kind])]
+    return any(isinstance(kind_name, str) and ("dynamic" in kind_name or kind_name == "longrope") for kind_name in flat)

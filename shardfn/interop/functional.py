@@ -18,7 +18,7 @@ from shardfn.collectives.functional import axis_size
 from shardfn.compat import dispatch, dynamo, functorch
 from shardfn.interop.batch_norm import in_one_dtype, is_batch_norm, keeps_statistics, synchronized
 from shardfn.interop.context_parallel import ContextParallel, Method
-from shardfn.interop.conversions import of_transformers, register_batches
+from shardfn.interop.conversions import of_transformers, register_batches, stretches_rope
 from shardfn.interop.generation import gathered_once
 from shardfn.interop.in_place import (
     Adapting,
@@ -241,7 +241,7 @@ class Functional:
         self._checkpointing = [(path, m) for path, m in module.named_modules() if hasattr(m, "gradient_checkpointing")]
         self._drawn, self._skeleton = drawn_layers(module), _skeleton(module)
         self._placeholders = [p for p in module.parameters() if isinstance(p, Placeholder)]
-        stretched = {path for path, m in module.named_modules() if _stretches_rope(m)}
+        stretched = {path for path, m in module.named_modules() if stretches_rope(m)}
         stretched_buffers = {self._same[name] for name in anatomy.buffers if name.rpartition(".")[0] in stretched}
         self._kept = stretched_buffers - set(self._changing)
         self._attributes = Attributes(module.modules())
@@ -331,7 +331,7 @@ class Functional:
         dynamo.refuse_compiling(f"a call of {type(self.module).__name__}")
         self._check(params)
         if self._context is not None:
-            self._context.refuse(kwargs, method)
+            self._context.refuse(self.module, kwargs, method)
         if not self._lock.acquire(blocking=False):
             raise RuntimeError(
                 f"{type(self.module).__name__} is called by two threads at once: a call puts its parameters into the "
@@ -434,16 +434,19 @@ class Functional:
         Args:
             batch: `[b, t]`, the same on all ranks along `context`: `input_ids` or `inputs_embeds`; if there are any,
                 `attention_mask`, `position_ids`, `token_type_ids`, `labels`, and `documents`, ids of the documents of
-                tokens. Without `documents`, these begin where `position_ids` jump, as in `transformers`.
+                tokens, one for each run of them. Without `documents`, these begin where `position_ids` jump, as in
+                `transformers`.
 
         Returns:
-            The arguments of the call, and the labels: for a causal language model those of the next token, made from
-            `input_ids` if there are none; -100 where there is no loss. Divide the sum of losses by the `psum` of the
-            number of labels.
+            The arguments of the call, and the labels: if the module's loss is that of a causal language model, those of
+            the next token, made from `input_ids` if there are none; -100 at padding, the end of documents and where
+            there is no loss. Divide the sum of losses by the `psum` of the number of labels.
 
         Raises:
-            TypeError: the model has no `context`; or the batch has something that is not by token.
-            ValueError: shapes differ; or positions jump in rows that also have padding.
+            TypeError: the model has no `context`; the batch has something that is not by token; or labels, where the
+                module's loss does not tell whether these are of the next token.
+            ValueError: shapes differ, or ranks along `context` have different rows; positions jump in rows that also
+                have padding, or are so long that rotary frequencies change; or an id of a document returns.
 
         Example:
             ``inputs, labels = model.cut({"input_ids": tokens, "documents": ids})``, then
@@ -678,13 +681,6 @@ class Functional:
         if not self._order:
             return None
         return layers([arguments(params, self._units[path].part, adapters) for path in self._order])
-
-
-def _stretches_rope(m: nn.Module) -> bool:
-    """Whether a module recomputes its rotary frequencies for longer texts, and keeps the length in attributes."""
-    kinds = getattr(m, "rope_type", ""), *getattr(m, "rope_types", ())
-    flat = [kind_name for kind in kinds for kind_name in (kind.values() if isinstance(kind, dict) else [kind])]
-    return any(isinstance(kind_name, str) and ("dynamic" in kind_name or kind_name == "longrope") for kind_name in flat)
 
 
 _NO_VALUES = (Placeholder, type(None))

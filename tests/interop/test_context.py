@@ -373,6 +373,11 @@ UNFIT: dict[str, tuple[Any, type[Exception], str]] = {
 }  # fmt: skip
 
 
+UNFIT["counts of mask tokens"] = (
+    lambda: tr.EsmForMaskedLM(tr.EsmConfig(**TEXT, mask_token_id=1)), TypeError, "by the number of mask tokens",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("case", UNFIT)
 def test_models_that_count_positions_themselves_are_refused_unchanged(case: str) -> None:
     make, kind, message = UNFIT[case]
@@ -406,6 +411,7 @@ MIXING: dict[str, tuple[Any, str]] = {
         lambda: made("Llama", "LlamaForSequenceClassification"), "which is not by token, such as a pooled one",
     ),
     "a pooler": (lambda: made("Bert", "BertModel", **MODELS["bert"][1]), "which is not by token"),
+    "a mask that the model edits": (lambda: made("Doge"), "computes with its mask by itself"),
     "dropout": (lambda: made("Llama", attention_dropout=0.5).train(), "dropout must be 0 with context="),
 }  # fmt: skip
 
@@ -449,7 +455,7 @@ def packed_losses() -> dict[str, float]:
         logits = lm(params, **inputs).logits
         total, count = summed(logits, own), (own != -100).sum()
         changed, _ = lm.cut({**batch, "input_ids": batch["input_ids"].where(batch["position_ids"] < 0, 1)})
-        others = inputs["attention_mask"][:, 0][:, sf.parallel.positions(LENGTH, "context", balanced=True)] != 2
+        others = inputs["attention_mask"].flatten(1)[:, sf.parallel.positions(LENGTH, "context", balanced=True)] != 2
         mixed = {**inputs, "input_ids": inputs["input_ids"].where(others, changed["input_ids"])}
         moved = (lm(params, **mixed).logits - logits).abs().amax(-1)
         return {
@@ -562,7 +568,7 @@ def test_arguments_are_made_from_whole_rows() -> None:
     documents = torch.stack([packed(3, 5), packed(8)])
     inputs, labels = lm.cut({"input_ids": ids, "documents": documents, "attention_mask": torch.ones_like(ids)})
     assert inputs["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4], [*range(8)]]
-    assert inputs["attention_mask"].tolist() == [[[1, 1, 1, 2, 2, 2, 2, 2]], [[1] * 8]]
+    assert inputs["attention_mask"].flatten(1).tolist() == [[1, 1, 1, 2, 2, 2, 2, 2], [1] * 8]
     assert labels is not None
     assert labels[0].tolist() == [*ids[0, 1:3].tolist(), -100, *ids[0, 4:].tolist(), -100]
     assert labels[1].tolist() == [*ids[1, 1:].tolist(), -100]
@@ -592,3 +598,150 @@ def test_a_model_without_a_mesh_is_the_model_with_its_own_masks_and_others_keep_
             seen = batch.get("attention_mask", torch.ones_like(batch["input_ids"])) != 0
             for given in (batch, lm.cut(batch)[0]):
                 assert (lm(lm.tree, **{**given, "use_cache": False}).logits - want)[seen].abs().max() < 1e-12
+
+
+# --- what cut makes is what the module makes by itself ---
+
+
+def padded_rows() -> dict[str, Tensor]:
+    real = torch.ones(ROWS, LENGTH, dtype=torch.int64)
+    real[0, :13] = 0
+    return {"input_ids": tokens().where(real != 0, 0), "attention_mask": real}
+
+
+SMALL_GPT2: dict[str, Any] = {
+    "n_positions": 64,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "attn_pdrop": 0.0,
+    "vocab_size": VOCABULARY,
+}
+NUMBERED: dict[str, tuple[Any, list[int]]] = {
+    "Roberta": (lambda: made("Roberta", "RobertaForMaskedLM", **MODELS["bert"][1]), [*[0] * 13, *range(1, 20)]),
+    "OPT": (lambda: made("OPT", ffn_dim=48, word_embed_proj_dim=32), [*[-1] * 13, *range(19)]),
+    "BioGpt": (lambda: made("BioGpt"), [*range(32)]),
+    "GPT2": (lambda: made("GPT2", **SMALL_GPT2), [*range(32)]),
+    "GraniteMoe": (lambda: made("GraniteMoe", num_local_experts=2, num_experts_per_tok=1), [*range(32)]),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERED)
+def test_positions_and_masks_are_those_that_the_module_makes(name: str) -> None:
+    make, places = NUMBERED[name]
+    module, batch = make().eval(), padded_rows()
+    lm = functional(copy.deepcopy(module), context="context", min_stage_params=512)
+    inputs, _ = lm.cut(batch)
+    assert inputs["position_ids"][0].tolist() == places
+    with float64_kept(), torch.no_grad():
+        want, got = module(**batch).logits, lm(lm.tree, **inputs).logits
+        assert (want - got)[batch["attention_mask"] != 0].abs().max() < 1e-12
+
+
+def test_positions_restart_with_documents_where_the_module_counts_from_its_padding() -> None:
+    lm = functional(NUMBERED["Roberta"][0](), context="context", min_stage_params=512)
+    inputs, _ = lm.cut({"input_ids": tokens(8, 1), "documents": packed(3, 5)[None]})
+    assert inputs["position_ids"].tolist() == [[1, 2, 3, 1, 2, 3, 4, 5]]
+
+
+def other_numbering() -> str:
+    mesh = sf.make_mesh(context=2, device="cpu")
+    lm = functional(NUMBERED["Roberta"][0](), context="context", min_stage_params=512)
+    context: Any = lm._context
+    context.numbering = type(context.numbering)()
+    params = lm.shard(mesh, sf.full_shard("context"))
+
+    def run(params: Any, ids: Any) -> Any:
+        with torch.no_grad():
+            return lm(params, **lm.cut({"input_ids": ids})[0]).logits
+
+    return told(lambda: sf.shard_map(run, mesh=mesh, in_specs=..., out_specs=...)(params, tokens()))
+
+
+@pytest.mark.world(2, "threads")
+def test_a_model_that_numbers_tokens_by_an_unknown_rule_is_refused_on_the_first_call(world: World) -> None:
+    for said in world.run(other_numbering):
+        assert "RobertaForMaskedLM: gives other outputs for a row with padding than with the arguments of cut" in said
+
+
+@pytest.mark.parametrize("head", ["GPT2LMHeadModel", "BertLMHeadModel", "GPT2DoubleHeadsModel", "BertForPreTraining"])
+def test_labels_are_shifted_where_the_loss_of_the_module_shifts_them(head: str) -> None:
+    kind = head[:4].title() if head[0] == "B" else "GPT2"
+    module = made(kind, head, **(SMALL_GPT2 if kind == "GPT2" else {"is_decoder": head == "BertLMHeadModel"})).eval()
+    lm, ids = functional(copy.deepcopy(module), context="context", min_stage_params=512), tokens()
+    if head not in ("GPT2LMHeadModel", "BertLMHeadModel"):
+        assert lm.cut({"input_ids": ids})[1] is None
+        with pytest.raises(TypeError, match=f"labels must be left out for {head}"):
+            lm.cut({"input_ids": ids, "labels": ids})
+        return
+    with float64_kept(), torch.no_grad():
+        want = module(input_ids=ids, labels=ids)
+        for batch in ({"input_ids": ids}, {"input_ids": ids, "labels": ids}, {"input_ids": ids, "labels": ids.clone()}):
+            labels = lm.cut(batch)[1]
+            assert abs(summed(want.logits, labels) / (labels != -100).sum() - want.loss) < 1e-12
+
+
+def test_documents_positions_and_masks_are_checked() -> None:
+    lm = functional(build("llama"), context="context", min_stage_params=512)
+    ids, documents = tokens(8), torch.stack([packed(3, 5), packed(8)])
+    want = lm.cut({"input_ids": ids, "documents": documents})
+    for dtype in (torch.uint8, torch.int8, torch.int16):
+        given = torch.full_like(documents, torch.iinfo(dtype).max).where(documents == 1, torch.iinfo(dtype).min)
+        inputs, labels = lm.cut({"input_ids": ids, "documents": given.to(dtype), "labels": ids.clone()})
+        assert torch.equal(inputs["attention_mask"], want[0]["attention_mask"])
+        assert torch.equal(labels, want[1])
+    places = torch.arange(8)[None]
+    assert lm.cut({"input_ids": ids, "position_ids": places})[0]["position_ids"].tolist() == [[*range(8)]] * 2
+    for dtype in (torch.bool, torch.float32):
+        with pytest.raises(TypeError, match="documents must be ids of an integer dtype"):
+            lm.cut({"input_ids": ids, "documents": documents.to(dtype)})
+    returning = torch.stack([torch.tensor([0, 0, 1, 1, 0, 0, 2, 2]), packed(8)])
+    with pytest.raises(ValueError, match="an id that returns after another"):
+        lm.cut({"input_ids": ids, "documents": returning})
+    padding = torch.stack([torch.tensor([1, 1, 0, 0, 1, 1, 0, 0]), torch.ones(8)])
+    lm.cut({"input_ids": ids, "documents": returning - 2 * (returning > 1).long(), "attention_mask": 1 - padding})
+    with pytest.raises(ValueError, match="attention_mask must be 0 at padding and 1 elsewhere, got 2"):
+        lm.cut({"input_ids": ids, "attention_mask": documents + 1})
+
+
+def test_losses_of_routers_are_refused_with_the_arguments_of_cut() -> None:
+    lm = functional(
+        made("Mixtral", num_local_experts=2, num_experts_per_tok=1, output_router_logits=True), context="context"
+    )
+    inputs, _ = lm.cut({"input_ids": tokens()})
+    with pytest.raises(TypeError, match="output_router_logits=True is not supported"):
+        lm(lm.tree, **inputs)
+    with torch.no_grad():
+        lm(lm.tree, **inputs, output_router_logits=False)
+
+
+DYNAMIC: dict[str, Any] = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}
+
+
+def wrong_rows() -> list[str]:
+    mesh = sf.make_mesh(context=2, device="cpu")
+    short = functional(made("Llama", max_position_embeddings=24, **DYNAMIC), context="context", min_stage_params=512)
+    lm = functional(build("llama"), context="context", min_stage_params=512)
+
+    def said(lm: Any, spec: Any, batch: Any) -> str:
+        run = sf.shard_map(
+            lambda b: lm.cut(b)[1], mesh=mesh, in_specs=spec, out_specs=..., inputs="global", check=False
+        )
+        return told(lambda: run(batch))
+
+    run = sf.shard_map(short.cut, mesh=mesh, in_specs=P(), out_specs=..., check=False)
+    run({"input_ids": tokens(24)})
+    run({"input_ids": tokens(32), "documents": packed(8, 24).expand(2, -1)})
+    return [
+        said(lm, P("context"), {"input_ids": tokens()}),
+        said(lm, P(None, "context"), {"input_ids": tokens()}),
+        said(short, P(), {"input_ids": tokens(32)}),
+    ]
+
+
+@pytest.mark.world(2, "threads")
+def test_rows_that_ranks_do_not_share_and_rows_that_stretch_frequencies_are_refused(world: World) -> None:
+    for by_row, by_token, stretched in world.run(wrong_rows):
+        assert "cut: the rows differ between ranks" in by_row
+        assert "Shard the batch over data axes only" in by_token
+        assert "rows must have at most 24 positions, got 32" in stretched
