@@ -196,7 +196,17 @@ class ContextParallel:
             )
 
     def bound(self) -> AxisName:
-        """The axis, or `()` where no mesh with it is in scope."""
+        """The axis, or `()` where no mesh is in scope.
+
+        Raises:
+            ValueError: the mesh in scope has no axis of this name.
+        """
+        mesh = current_mesh()
+        if mesh is not None and self.axis not in (names := mesh.mesh_dim_names or ()):
+            raise ValueError(
+                f"{self.name}: context must be an axis of the mesh, got {self.axis!r}, and the mesh has "
+                f"{', '.join(names)}. For whole rows on every rank, make it with an axis of this name and size 1"
+            )
         return _bound(self.axis)
 
     def refuse(self, module: Any, kwargs: Mapping[str, Any], method: str) -> None:

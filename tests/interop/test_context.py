@@ -525,6 +525,7 @@ def calls() -> dict[str, str]:
     mesh = sf.make_mesh(context=2, device="cpu")
     lm = functional(build("llama"), context="context", min_stage_params=512)
     params, ids = lm.shard(mesh, sf.full_shard("context")), tokens()
+    other = functional(build("llama"), context="sequence", min_stage_params=512)
 
     def said(run: Any) -> str:
         return told(lambda: sf.shard_map(run, mesh=mesh, in_specs=..., out_specs=...)(params, ids))
@@ -541,6 +542,7 @@ def calls() -> dict[str, str]:
         "a dense mask": said(with_inputs(attention_mask=torch.ones(2, 1, 16, 32))),
         "no cut": said(lambda params, ids: lm(params, input_ids=ids.chunk(2, 1)[sf.axis_index("context")]).logits),
         "generate": said(lambda params, ids: lm(params, ids, method="generate")),
+        "another axis": said(lambda params, ids: other(params, **other.cut({"input_ids": ids})[0]).logits),
     }
 
 
@@ -553,6 +555,7 @@ CALLS = {
     "a dense mask": "attention_mask and position_ids must be those of whole rows",
     "no cut": "Write inputs, labels = model.cut(batch), then model(params, **inputs)",
     "generate": "method='generate' is not supported",
+    "another axis": "LlamaForCausalLM: context must be an axis of the mesh, got 'sequence', and the mesh has context",
 }
 
 
