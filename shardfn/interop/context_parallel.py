@@ -398,7 +398,7 @@ def _padded(x: Tensor, length: int, value: float) -> Tensor:
 def _real_tokens(attention_mask: Tensor) -> Tensor:
     """The tokens that are no padding, on the CPU."""
     mask = attention_mask.cpu()
-    if dispatch.readable(mask) and bool(mask.numel()) and bool(((mask != 0) & (mask != 1)).any()):
+    if dispatch.readable(mask) and not planned() and bool(mask.numel()) and bool(((mask != 0) & (mask != 1)).any()):
         raise ValueError(
             f"cut: attention_mask must be 0 at padding and 1 elsewhere, got {mask.max().item()}. Pass ids of "
             f"documents as documents="
@@ -413,7 +413,7 @@ def _document_runs(documents: Tensor, real: Tensor) -> Tensor:
     documents = documents.cpu().long()
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    if dispatch.readable(documents):
+    if dispatch.readable(documents) and not planned():
         starts, runs = begins.flatten().nonzero()[:, 0], begins.flatten().cumsum(0) - 1
         used = starts[runs[real.flatten()].unique_consecutive()]
         ids = torch.stack((used // max(documents.shape[1], 1), documents.flatten()[used]), 1)
