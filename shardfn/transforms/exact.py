@@ -62,19 +62,19 @@ def part_by_part(
     variables = [value.detach().requires_grad_() for value in wrapped.values]
     results: dict[int, tuple[Tensor, Any, Any]] = {}
     in_scope = scope_of(layout.grid, name) if current_axes() is None else contextlib.nullcontext()
-    with in_scope, torch.enable_grad(), Step(variables) as step, paused(), _restored_random_numbers(variables):
-        step.parts = Parts(split_bases(exact, ranks)[1])
-        for number in order(exact, ranks):
-            part = BatchPart(axes, first + number, exact)
-            _seed(mixed(seed, part.number))
-            results[number] = _one_part(
-                f, wrapped.tree(variables), _rows_of_part(batch, number, count), part, step, variables
-            )
-        step.next_part()
-        collected = step.finish()
-    follow(collected, variables, wrapped.layouts)
-    values, auxes, counts = zip(*(results[number] for number in range(count)), strict=True)
-    with scope_of(layout.grid, name) if current_axes() is None else contextlib.nullcontext():
+    with in_scope:
+        with torch.enable_grad(), Step(variables) as step, paused(), _restored_random_numbers(variables):
+            step.parts = Parts(split_bases(exact, ranks)[1])
+            for number in order(exact, ranks):
+                part = BatchPart(axes, first + number, exact)
+                _seed(mixed(seed, part.number))
+                results[number] = _one_part(
+                    f, wrapped.tree(variables), _rows_of_part(batch, number, count), part, step, variables
+                )
+            step.next_part()
+            collected = step.finish()
+        follow(collected, variables, wrapped.layouts)
+        values, auxes, counts = zip(*(results[number] for number in range(count)), strict=True)
         total = _sum_over_parts(values, axes, exact)
         rows = None if counts[0] is None else _sum_over_parts(_tensors(counts, values[0].device, name), axes, exact)
         every = _of_all_parts(auxes, axes, program_ranks(params), values[0].device, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -25,6 +26,7 @@ from shardfn.cli import main
 from shardfn.mesh import exact
 from shardfn.testing import World, simulated
 from shardfn.testing import world as started
+from shardfn.transforms import exact as by_parts
 from tests.heard import heard
 from tests.models import DATA, STRATEGIES, data_mesh
 from tests.reference import worst
@@ -502,6 +504,18 @@ def test_exact_norms_take_few_more_operations() -> None:
     (usual,) = started(1, "alone").run(norms_on_a_device, 0)
     (exact,) = started(1, "alone").run(norms_on_a_device, 8)
     assert exact < usual + 10
+
+
+@pytest.mark.parametrize(("deterministic", "benchmark"), [(False, False), (True, True), (True, False)])
+def test_kernels_of_cuda_must_be_deterministic(
+    deterministic: bool, benchmark: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", benchmark)
+    wrong = pytest.raises(RuntimeError, match=r"CUDA kernels must be deterministic: call torch\.use_deterministic")
+    with contextlib.nullcontext() if deterministic and not benchmark else wrong:
+        by_parts._require_deterministic_kernels(torch.device("cuda"), "loss")
+    by_parts._require_deterministic_kernels(torch.device("cpu"), "loss")
 
 
 def waits_of_a_step() -> list[Any]:
